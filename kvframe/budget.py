@@ -1,0 +1,113 @@
+"""The budget's arithmetic, done once for all methods: which tokens are protected, and how many entries are left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvframe.errors import BudgetError, InputError
+from kvframe.spec import Budget, Protect
+from kvframe.types import ModelInfo
+
+Lengths = int | Sequence[int] | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Regions:
+    """What becomes of each token; bool masks `[B, T]`, disjoint, together `valid`.
+
+    Attributes:
+        sinks: kept exactly at the beginning (template prefix and sinks).
+        body: what the allocator decides on.
+        tail: kept exactly at the end (recent window and suffix).
+        suffix: the question, a part of `tail`.
+        charged: int64 `[B]`, protected tokens that the budget pays for.
+        context: int64 `[B]`, tokens that the ratio is counted over: all valid ones but prefix and suffix.
+    """
+
+    sinks: Tensor
+    body: Tensor
+    tail: Tensor
+    suffix: Tensor
+    charged: Tensor
+    context: Tensor
+
+    @property
+    def tail_columns(self) -> int:
+        """Columns at the right that hold every row's tail."""
+        tokens = self.tail.shape[1]
+        columns = self.tail.any(0).nonzero()
+        return tokens - int(columns[0]) if len(columns) else 0
+
+
+def row_lengths(value: Lengths, batch: int, name: str) -> Tensor:
+    """`value` as int64 `[B]`; one number serves every row. Raises InputError for a negative or a wrong count."""
+    lengths = torch.as_tensor(value, dtype=torch.int64).reshape(-1).cpu()
+    if lengths.numel() not in (1, batch):
+        raise InputError(f"{name} must be one number or one for each of the {batch} rows, but {lengths.numel()} came.")
+    if bool((lengths < 0).any()):
+        raise InputError(f"{name} must not be negative, but is {value}.")
+    return lengths.expand(batch) if lengths.numel() == 1 else lengths
+
+
+def split_regions(valid: Tensor, protect: Protect, prefix: Lengths = 0, suffix: Lengths = 0) -> Regions:
+    """Share out the tokens of `valid` bool `[B, T]`. Lengths count valid tokens, so padding on either side changes
+    nothing. Where the protected regions meet, the tail wins. Raises InputError if prefix and suffix exceed a row."""
+    batch = valid.shape[0]
+    prefixes, suffixes = row_lengths(prefix, batch, "prefix_length"), row_lengths(suffix, batch, "suffix_length")
+    count = valid.sum(1).cpu()
+    for row in range(batch):
+        if prefixes[row] + suffixes[row] > count[row]:
+            raise InputError(
+                f"prefix_length {int(prefixes[row])} and suffix_length {int(suffixes[row])} exceed the "
+                f"{int(count[row])} tokens of row {row}; give the lengths of parts of the prompt."
+            )
+    prefixes, suffixes = prefixes.to(valid.device), suffixes.to(valid.device)
+    from_start = valid.cumsum(1)  # 1 for the first valid token
+    from_end = valid.flip(1).cumsum(1).flip(1)
+    is_prefix = valid & (from_start <= prefixes[:, None])
+    is_suffix = valid & (from_end <= suffixes[:, None])
+    tail = valid & (from_end <= suffixes[:, None] + protect.recent) & ~is_prefix
+    sinks = valid & ((from_start <= protect.sink) | is_prefix) & ~tail
+    return Regions(
+        sinks=sinks,
+        body=valid & ~sinks & ~tail,
+        tail=tail,
+        suffix=is_suffix,
+        charged=((sinks & ~is_prefix) | (tail & ~is_suffix)).sum(1),
+        context=(valid & ~is_prefix & ~is_suffix).sum(1),
+    )
+
+
+def entry_budget(
+    budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits_per_entry: float
+) -> tuple[Tensor, Tensor]:
+    """Return `(for the body, total)`, both int64 `[B]`: entries over all layers and heads.
+
+    The total counts the context's entries, charged protected ones included; the rest is the body's, at most all of it. A
+    row without a body gets nothing. `bits_per_entry` is what a coded entry costs, `itemsize` the bytes of one exact value.
+    Raises BudgetError if the total does not cover the charged protected tokens of a row that has a body."""
+    units = model.layers * model.kv_heads
+    context, charged = units * regions.context, units * regions.charged
+    body = units * regions.body.sum(1)
+    if budget.ratio is not None:
+        total = (context.double() / budget.ratio).floor().long()
+    elif budget.entries is not None:
+        total = torch.full_like(context, units * budget.entries)
+    else:
+        exact_bits = charged * (2 * model.head_dim * itemsize * 8)
+        total = charged + ((int(budget.bytes or 0) * 8 - exact_bits).double() / bits_per_entry).floor().long()
+    total = torch.minimum(total, context)
+    short = (total < charged) & (body > 0)
+    if bool(short.any()):
+        row = int(short.nonzero()[0])
+        raise BudgetError(
+            f"The budget of row {row} ({int(regions.context[row])} context tokens) is {int(total[row]) / units:.1f} entries "
+            f"per head, below its {int(regions.charged[row])} protected tokens; lower budget.ratio (or give more), or lower "
+            "protect.recent or protect.sink."
+        )
+    left = torch.where(body > 0, total - charged, 0)
+    return torch.minimum(left, body), torch.where(body > 0, total, context)

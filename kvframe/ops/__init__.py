@@ -1,0 +1,7 @@
+"""Operations with a readable reference and faster implementations held against it."""
+
+from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragged_attention
+from kvframe.ops.segment_pool import segment_pool
+from kvframe.ops.select_top import select_top
+
+__all__ = ["dense_attention", "merge_attention", "ragged_attention", "segment_pool", "select_top"]

@@ -1,0 +1,47 @@
+"""Attention over dense keys that also returns the log-sum-exp, which torch's public function does not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 24  # scores held at once: 64 MiB of fp32
+
+
+def dense_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `(out [B, Hq, Q, D], lse [B, Hq, Q])` in fp32 for `query [B, Hq, Q, D]` on `keys, values [B, H, n, D]`.
+
+    `bias` broadcasts to `[B, H, Q, n]` and is added to the logits (fp32; -inf masks); None = attend everything. A query
+    that may see nothing gives out 0 and lse -inf. On a CPU torch's fused kernel is used where it applies; elsewhere scores
+    are formed in blocks of queries, at most 64 MiB at a time."""
+    batch, query_heads, length, dim = query.shape
+    heads, n = keys.shape[1], keys.shape[2]
+    if n == 0:
+        out = query.new_zeros(query.shape, dtype=torch.float32)
+        return out, out.new_full(out.shape[:-1], -torch.inf)
+    group = query_heads // heads
+    packed = query.reshape(batch, heads, group * length, dim)
+    if query.device.type == "cpu" and (bias is None or length == 1) and query.dtype == keys.dtype:
+        mask = None if bias is None else bias.float()  # fp32 also for bf16 keys: a bf16 logarithm would be off by a percent
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            packed, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        )
+        shape = (batch, query_heads, length)
+        return out.float().reshape(*shape, dim), lse.reshape(shape)
+    grouped = query.reshape(batch, heads, group, length, dim)
+    step = max(1, BLOCK_ELEMENTS // max(1, batch * query_heads * n))
+    outs, lses = [], []
+    for begin in range(0, length, step):
+        block = grouped[:, :, :, begin : begin + step]  # [B, H, G, q, D]
+        logits = (block @ keys[:, :, None].transpose(-1, -2)).float() * scale  # [B, H, G, q, n]
+        if bias is not None:
+            part = bias if bias.shape[-2] == 1 else bias[..., begin : begin + step, :]
+            logits = logits + part.float()[:, :, None]
+        lse = logits.logsumexp(-1)
+        weights = (logits - torch.where(lse.isinf(), torch.zeros_like(lse), lse)[..., None]).exp()
+        outs.append(weights @ values[:, :, None].float())
+        lses.append(lse)
+    shape = (batch, query_heads, length)
+    return torch.cat(outs, 3).reshape(*shape, dim), torch.cat(lses, 3).reshape(shape)

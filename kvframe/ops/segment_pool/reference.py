@@ -1,0 +1,15 @@
+"""The weighted segment sum, written with torch's index_add."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def segment_pool(rows: Tensor, weights: Tensor, segment: Tensor, n_segments: int) -> Tensor:
+    """Return `[n_segments, D]`: for each segment the sum of `weights[k] * rows[k]` over its rows.
+
+    `rows` fp32 or fp64 `[K, D]`, `weights` `[K]`, `segment` int64 `[K]` in 0..n_segments-1. The result has the dtype of
+    `rows`; a segment without rows is 0."""
+    out = torch.zeros(n_segments, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    return out.index_add_(0, segment, rows * weights.to(rows.dtype)[:, None])

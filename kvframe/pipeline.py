@@ -1,0 +1,140 @@
+"""A pipeline: the stages of a spec, run in order on an observation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from operator import or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvframe.budget import Lengths
+from kvframe.errors import StageError
+from kvframe.execute import check_plan, execute
+from kvframe.ragged import join_entries
+from kvframe.spec import PipelineSpec, read_spec
+from kvframe.stages import Stage
+from kvframe.types import Entries, LayerPlan, ModelInfo, Needs, Observation, Part, Plan, check_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvframe.hf.cache import CompressedCache
+
+
+@dataclass(frozen=True, eq=False)
+class Compressed:
+    """What a pipeline made of an observation: the parts of each layer, the plan they follow, the encoder's states."""
+
+    parts: tuple[tuple[Part, ...], ...]
+    plan: Plan
+    states: Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """The stages of a spec, ready to run. It holds no state: what a cache learns lives in the cache."""
+
+    spec: PipelineSpec
+    name: str = "pipeline"
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in the order in which they run."""
+        spec = self.spec
+        return (spec.segmenter, spec.scorer, spec.allocator, spec.encoder, spec.attention)
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What must be observed for all stages."""
+        return reduce(or_, (stage.needs for stage in self.stages))
+
+    def bind(self, model: ModelInfo) -> None:
+        """Let every stage check the model. Raises what the stages raise."""
+        for stage in self.stages:
+            stage.bind(model)
+
+    def entry_bits(self, model: ModelInfo, itemsize: int) -> float:
+        """Bits that one entry of the body costs: the encoder's, and the metadata that must be held with it."""
+        bits = self.spec.encoder.bits_per_entry(model, itemsize)
+        return bits + 32 * self.spec.allocator.merges + 32 * self.spec.encoder.uses_positions
+
+    def plan(self, observation: Observation, budget: Tensor) -> Plan:
+        """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate. Raises StageError, naming the
+        stage, if one returns what its contract forbids."""
+        spec = self.spec
+        segments = spec.segmenter.segment(observation)
+        check_shape(f"segmenter '{spec.segmenter.name}': Segments", "ids", segments.ids, tuple(observation.valid.shape))
+        scores = spec.scorer.score(observation, segments)
+        check_shape(f"scorer '{spec.scorer.name}'", "scores", scores, observation.shape)
+        scores = torch.where(observation.body[None, :, None], scores, scores.new_zeros(()))
+        if scores.dtype != torch.float32 or not bool(((scores >= 0) & scores.isfinite()).all()):
+            raise StageError(
+                f"scorer '{spec.scorer.name}' must return finite fp32 scores >= 0, but returned {scores.dtype} between "
+                f"{scores.min():.4g} and {scores.max():.4g}."
+            )
+        plan = spec.allocator.allocate(observation, segments, scores, budget)
+        body = observation.model.layers * observation.model.kv_heads * observation.body.sum(1)
+        limit = body if spec.allocator.keeps_all else budget
+        check_plan(plan, observation, limit, f"allocator '{spec.allocator.name}'")
+        return plan
+
+    def run(
+        self, observation: Observation, budget: Tensor, sinks: Tensor | None = None, states: Sequence[Any] | None = None
+    ) -> Compressed:
+        """Compress the observation's body; keep the tokens where `sinks` (bool `[B, T]`) is True exactly.
+
+        `states` are the encoder's from an earlier run; None = fit on this observation."""
+        plan = self.plan(observation, budget)
+        encoder = self.spec.encoder
+        states = encoder.fit(observation) if states is None else states
+        layers = []
+        for index, layer in enumerate(observation.layers):
+            entries = execute(plan.layers[index], layer, observation.positions, observation.model.rope)
+            parts = []
+            if sinks is not None and bool(sinks.any()):
+                _, batch, heads, tokens = observation.shape
+                kept = LayerPlan.keep(sinks[:, None].expand(batch, heads, tokens))
+                exact = execute(kept, layer, observation.positions, observation.model.rope)
+                if encoder.exact:
+                    entries = join_entries(exact, entries)
+                else:
+                    parts.append(exact_part(exact))
+            if len(entries.keys):
+                if not encoder.uses_positions:
+                    entries = replace(entries, positions=None)
+                parts.append(Part(encoder.encode(entries, states[index]), encoder, states[index]))
+            layers.append(tuple(parts))
+        return Compressed(tuple(layers), plan, states)
+
+    def cache(
+        self, model: PreTrainedModel, prefix_length: Lengths = 0, suffix_length: Lengths | None = None
+    ) -> CompressedCache:
+        """A cache for `model.generate(..., past_key_values=cache)`.
+
+        `prefix_length` and `suffix_length` (one number, or one a row) count the tokens of the prompt's template prefix and
+        of the question: kept exactly, not charged. Sets nothing on the model but its attention implementation. Raises
+        ModelError if the model's attention is not one that kvframe knows."""
+        from kvframe.hf.cache import CompressedCache
+
+        return CompressedCache(self, model, prefix_length, suffix_length)
+
+
+def exact_part(entries: Entries) -> Part:
+    """Entries held as they are."""
+    from kvframe.builtin.encoders import Dense
+
+    dense = Dense()
+    return Part(dense.encode(replace(entries, positions=None), ()), dense)
+
+
+def load(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Pipeline:
+    """Load a pipeline: a spec's name (str) or file (pathlib.Path), with `overrides` such as {"budget.ratio": 8}.
+
+    Raises SpecError, naming what is wrong and the nearest valid name."""
+    name = source.stem if isinstance(source, Path) else source
+    return Pipeline(read_spec(source, overrides), name)

@@ -1,0 +1,232 @@
+"""Pipeline specs: pydantic models whose stage fields are unions over all registered stages, read from YAML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache, reduce
+from importlib.resources.abc import Traversable
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+
+from kvframe.errors import SpecError
+from kvframe.registry import Registry, nearest, registry
+from kvframe.stages import Allocator, Encoder, Kernel, Scorer, Segmenter, Stage
+from kvframe.yamlfile import parse_yaml
+
+
+class Budget(BaseModel):
+    """How much may be held of the context; exactly one of the three."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ratio: float | None = Field(None, ge=1, allow_inf_nan=False, description="Context entries / kept entries.")
+    entries: int | None = Field(None, ge=1, description="Entries per KV head, on average, the protected ones included.")
+    bytes: ByteSize | None = Field(None, ge=1, description='Bytes for one sequence over all layers, e.g. "64MiB".')
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Budget:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of ratio, entries and bytes, not {' and '.join(given) or 'none'}")
+        return self
+
+
+class Protect(BaseModel):
+    """Tokens that are kept exactly."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sink: int = Field(4, ge=0, description="First tokens of the prompt, charged to the budget.")
+    recent: int = Field(32, ge=0, description="Last tokens of the context, charged to the budget.")
+    suffix: int = Field(
+        0, ge=0, description="Last tokens of the prompt (the question), not charged; `suffix_length` overrides it."
+    )
+
+
+class Decode(BaseModel):
+    """What happens to tokens while the answer is written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    flush: int | None = Field(
+        None, ge=1, description="Compress this many tokens whenever the recent window holds as many too much; null = never."
+    )
+
+
+class PipelineSpec(BaseModel):
+    """One pipeline. The class that is really used, `spec_class()`, narrows the stage fields to the registered stages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    description: str = Field("", description="One sentence for `kvframe list`.")
+    budget: Budget = Budget(ratio=1)
+    protect: Protect = Protect()
+    segmenter: Segmenter
+    scorer: Scorer
+    allocator: Allocator
+    encoder: Encoder
+    attention: Kernel
+    decode: Decode = Decode()
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> PipelineSpec:
+        allocator, encoder = self.allocator, self.encoder
+        if encoder.joins_heads != 1 and allocator.ragged:
+            joined = "all" if encoder.joins_heads == 0 else str(encoder.joins_heads)
+            raise ValueError(
+                f"encoder '{encoder.name}' codes {joined} KV heads jointly, but allocator '{allocator.name}' may keep "
+                "different entries per head; set encoder.joint_heads: 1"
+            )
+        if self.decode.flush is not None and not allocator.streams:
+            raise ValueError(
+                f"allocator '{allocator.name}' cannot run on blocks while decoding, but decode.flush is "
+                f"{self.decode.flush}; set decode.flush: null or choose an allocator that streams"
+            )
+        if allocator.keeps_all and self.budget.ratio != 1:
+            raise ValueError(
+                f"allocator '{allocator.name}' keeps every entry, so the budget would be ignored; "
+                "set budget: {ratio: 1} or choose another allocator"
+            )
+        return self
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data that validates to an equal spec."""
+        return self.model_dump(mode="json")
+
+    @property
+    def fingerprint(self) -> str:
+        """12 hexadecimal digits that change when anything but the description does."""
+        data = {key: value for key, value in self.dump().items() if key != "description"}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
+STAGE_DEFAULTS = {
+    "segmenter": "whole",
+    "scorer": "uniform",
+    "allocator": "top_k",
+    "encoder": "dense",
+    "attention": "auto",
+}
+
+
+def _from_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def make_spec_class(known: Registry) -> type[PipelineSpec]:
+    """The spec model whose stage fields are discriminated unions over the stages of `known`."""
+    fields: dict[str, Any] = {}
+    for kind, classes in known.stages.items():
+        union = reduce(or_, classes.values())
+        tagged = Annotated[union, Field(discriminator="name")] if len(classes) > 1 else union
+        by_name = Annotated[tagged, BeforeValidator(_from_name)]
+        fields[kind] = (by_name, Field({"name": STAGE_DEFAULTS[kind]}, validate_default=True))
+    return create_model("PipelineSpec", __base__=PipelineSpec, __doc__="A kvframe pipeline.", **fields)
+
+
+@cache
+def spec_class() -> type[PipelineSpec]:
+    """The spec model of this process's registry."""
+    return make_spec_class(registry())
+
+
+def read_spec(source: str | Path, overrides: Mapping[str, Any] | None = None) -> PipelineSpec:
+    """Read a spec by name (str) or from a file (pathlib.Path) and set `overrides` (dotted path -> value) in it.
+
+    Raises SpecError, naming file, line, path and the nearest valid name."""
+    if isinstance(source, Path):
+        text, origin = _read(source), str(source)
+    else:
+        text, origin = _read(registry().spec_file(source)), f"{source}.yaml"
+    data, lines = parse_yaml(text, origin)
+    for path, value in (overrides or {}).items():
+        _override(data, path, value)
+        lines = {at: line for at, line in lines.items() if ".".join(map(str, at)) != path}
+    return validate_spec(data, origin, lines)
+
+
+def _read(file: Path | Traversable) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise SpecError(f"The spec file '{file}' cannot be read: {reason}.") from None
+
+
+def _override(data: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for key in parents:
+        inner = data.get(key)
+        data[key] = data = dict(inner) if isinstance(inner, dict) else {} if inner is None else {"name": inner}
+    if parents == ["budget"] and last in Budget.model_fields:
+        data.clear()  # the three are alternatives: setting one lets the others go
+    data[last] = value
+
+
+def validate_spec(data: Any, origin: str = "spec", lines: Mapping[Any, int] | None = None) -> PipelineSpec:
+    """Validate plain data. Raises SpecError with one line for each mistake."""
+    try:
+        return spec_class().model_validate(data)
+    except ValidationError as error:
+        problems = [_explain(dict(e), data, origin, lines or {}) for e in error.errors()]
+        raise SpecError("\n".join(dict.fromkeys(problems))) from None
+
+
+def _explain(error: dict[str, Any], data: Any, origin: str, lines: Mapping[Any, int]) -> str:
+    """One sentence for one pydantic error."""
+    path = _path_in(error["loc"], data)
+    line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
+    where = f"{origin}:{line}" if line else origin
+    dotted = ".".join(map(str, path))
+    given, kind, stages = error["input"], error["type"], registry().stages
+    if kind in ("union_tag_invalid", "literal_error") and path and path[0] in stages:
+        name = given.get("name") if isinstance(given, dict) else given
+        return f"{where}: {path[0]}: there is no {path[0]} named '{name}'{nearest(str(name), stages[str(path[0])])}"
+    if kind == "extra_forbidden":
+        owner, choices = _fields_at(path[:-1], data)
+        return f"{where}: {dotted}: unknown key '{path[-1]}'{owner}{nearest(str(path[-1]), choices)}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not path or kind == "value_error":
+        return f"{where}: {dotted + ': ' if dotted else ''}{message}."
+    return f"{where}: {dotted}: {message}, but it is {given!r}."
+
+
+def _path_in(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
+    """Pydantic's location without the union tags, which are not keys of the data."""
+    path: list[Any] = []
+    for index, key in enumerate(loc):
+        inside = isinstance(data, dict) and key in data
+        tag = index == 1 and loc[0] in registry().stages and not (inside and len(loc) == 2)
+        if tag and isinstance(key, str) and key in registry().stages[loc[0]]:
+            continue
+        path.append(key)
+        data = data[key] if inside else None
+    return tuple(path)
+
+
+def _fields_at(path: tuple[Any, ...], data: Any) -> tuple[str, list[str]]:
+    """The valid keys at a path, and whose they are."""
+    if not path:
+        return "", list(PipelineSpec.model_fields)
+    section = PipelineSpec.model_fields[path[0]].annotation
+    if path[0] in registry().stages:
+        given = data[path[0]]
+        name = given["name"] if isinstance(given, dict) else given
+        stage: type[Stage] = registry().stages[path[0]][name]
+        return f" of '{name}'", list(stage.model_fields)
+    return "", list(getattr(section, "model_fields", {}))

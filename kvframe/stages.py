@@ -1,0 +1,143 @@
+"""The five stage kinds. A stage is one frozen pydantic class: its fields are the parameters that a spec sets, its one or
+two pure methods are the behaviour. A plugin subclasses one of these, gives it a `name` and writes the method:
+
+    class LastTokens(Scorer):
+        \"\"\"Newer tokens score higher.\"\"\"
+
+        name: Literal["my_plugin.last_tokens"] = "my_plugin.last_tokens"
+
+        def score(self, observation: Observation, segments: Segments) -> Tensor:
+            return torch.arange(observation.shape[-1], dtype=torch.float32).expand(observation.shape)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from kvframe.types import Encoded, Entries, ModelInfo, Needs, Observation, Part, Plan, Segments
+
+
+class Stage(BaseModel, ABC):
+    """Base of all stages.
+
+    Class variables:
+        kind: the field of a spec that takes this stage.
+        paper: where the method comes from, for `kvframe list` ("Author et al., year, arXiv number"); "" for none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+
+    name: str
+
+    @property
+    def needs(self) -> Needs:
+        """What must be observed for this stage. Default: keys and values only, which are always there."""
+        return Needs()
+
+    def bind(self, model: ModelInfo) -> None:
+        """Called once, before the prefill, with the model that is to be compressed. A stage that cannot serve it raises
+        a KvframeError here, so that nothing fails in the middle of a generation."""
+
+
+class Segmenter(Stage):
+    """Cuts the tokens into contiguous segments."""
+
+    kind: ClassVar[str] = "segmenter"
+
+    @abstractmethod
+    def segment(self, observation: Observation) -> Segments:
+        """Return the segment of each token, `ids [B, T]`."""
+
+
+class Scorer(Stage):
+    """Says how much each token matters."""
+
+    kind: ClassVar[str] = "scorer"
+
+    @abstractmethod
+    def score(self, observation: Observation, segments: Segments) -> Tensor:
+        """Return fp32 scores `[L, B, H, T]`, finite, >= 0, higher = keep. What stands at tokens outside
+        `observation.body` is never read."""
+
+
+class Allocator(Stage):
+    """Spends the budget: decides which tokens become which entries.
+
+    Class variables (the defaults cost speed or refuse, never correctness):
+        ragged: the heads of one layer may get different numbers of entries or different tokens.
+        merges: an entry may stand for several tokens.
+        streams: may run again on each block of tokens that leaves the recent window while decoding.
+        keeps_all: ignores the budget and keeps every token.
+    """
+
+    kind: ClassVar[str] = "allocator"
+    ragged: ClassVar[bool] = True
+    merges: ClassVar[bool] = True
+    streams: ClassVar[bool] = False
+    keeps_all: ClassVar[bool] = False
+
+    @abstractmethod
+    def allocate(self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor) -> Plan:
+        """Return the plan. `scores` are `[L, B, H, T]` with 0 outside the body; `budget` int64 `[B]` is the number of
+        entries that each batch row may have over all layers and heads. Only tokens of `observation.body` may be
+        assigned: core keeps the protected ones itself."""
+
+
+class Encoder(Stage):
+    """Maps entries to codes and back.
+
+    Class variables:
+        block: rows coded together; 1 = row by row.
+        uses_positions: decoding needs the entries' positions, so they must be held.
+        exact: decoding gives back exactly what came in, so protected tokens may be held with the others.
+    """
+
+    kind: ClassVar[str] = "encoder"
+    block: ClassVar[int] = 1
+    uses_positions: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+
+    @property
+    def joins_heads(self) -> int:
+        """KV heads coded together: 1 = each by itself, 0 = all of a layer."""
+        return 1
+
+    def fit(self, observation: Observation) -> Sequence[Any]:
+        """Return what is learned from the observation, one state per layer. Default: nothing."""
+        return [()] * len(observation.layers)
+
+    @abstractmethod
+    def encode(self, entries: Entries, state: Any) -> Encoded:
+        """Return the codes of one layer's entries."""
+
+    @abstractmethod
+    def decode(self, encoded: Encoded, state: Any) -> Entries:
+        """Return the entries again, in the dtype they came in."""
+
+    @abstractmethod
+    def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
+        """Declared bits that one entry costs (key, value and what belongs to them, without multiplicity), for a model
+        whose keys take `itemsize` bytes a value. The conformance kit holds this against the bytes held."""
+
+
+class Kernel(Stage):
+    """Attends one part of the cache."""
+
+    kind: ClassVar[str] = "attention"
+
+    @abstractmethod
+    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+        """Return `(out [B, Hq, Q, D], lse [B, Hq, Q])`, both fp32, for `query [B, Hq, Q, D]`: the softmax of
+        `q.k * scale + log multiplicity` over each head's entries, applied to the values, and its log-sum-exp (nats).
+        A head without entries gives out 0 and lse -inf. No entry is masked: all came before the query."""
+
+
+KINDS: tuple[type[Stage], ...] = (Segmenter, Scorer, Allocator, Encoder, Kernel)

@@ -1,0 +1,60 @@
+"""Reads a YAML mapping and remembers the line of every key, so that errors can point at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from kvframe.errors import SpecError
+
+Path = tuple[str | int, ...]
+
+
+def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path, int]]:
+    """Return the mapping in `text` and the line (from 1) of each path in it.
+
+    Only plain YAML is read. Raises SpecError, naming `source` and the line, for broken YAML, a document that is no
+    mapping, duplicate keys, anchors and aliases, and tags that name a type."""
+    lines: dict[Path, int] = {}
+    loader = yaml.SafeLoader(text)
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+                raise SpecError(f"{_at(source, event)}: anchors and aliases are not allowed; write the value out.")
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            found = "nothing" if node is None else f"a {node.id}"
+            raise SpecError(f"{source}: a spec is a mapping such as 'scorer: uniform', but the file holds {found}.")
+        return _build(loader, node, (), lines, source), lines
+    except yaml.MarkedYAMLError as error:
+        problem = " ".join(str(error.problem).split())
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        hint = " (indent with spaces, not tabs)" if "\\t" in problem else ""
+        raise SpecError(f"{source}:{line}: not valid YAML: {problem}{hint}.") from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"{source}: not valid YAML: {' '.join(str(error).split())}.") from None
+    finally:
+        loader.dispose()
+
+
+def _at(source: str, marked: Any) -> str:
+    return f"{source}:{marked.start_mark.line + 1}"
+
+
+def _build(loader: yaml.SafeLoader, node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> Any:
+    lines[path] = node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        built: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+            if not isinstance(key, str):
+                raise SpecError(f"{_at(source, key_node)}: keys must be words, but this one is {key!r}.")
+            if key in built:
+                raise SpecError(f"{_at(source, key_node)}: the key '{key}' stands twice; keep one.")
+            built[key] = _build(loader, value_node, (*path, key), lines, source)
+            lines[(*path, key)] = key_node.start_mark.line + 1
+        return built
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(loader, item, (*path, i), lines, source) for i, item in enumerate(node.value)]
+    return loader.construct_object(node)  # type: ignore[no-untyped-call]
