@@ -1,9 +1,9 @@
 """kvframe: composable KV-cache compression for Hugging Face models.
 
-    pipeline = kvframe.load("snapkv", overrides={"budget.ratio": 4})
-    cache = pipeline.cache(model)
-    model.generate(**inputs, past_key_values=cache)
-    print(cache.report())
+pipeline = kvframe.load("snapkv", overrides={"budget.ratio": 4})
+cache = pipeline.cache(model)
+model.generate(**inputs, past_key_values=cache)
+print(cache.report())
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ def check_plan(plan: Plan, observation: Observation, budget: Tensor, owner: str)
         present.scatter_(-1, torch.where(assigned, layer.assignment, tokens).long(), True)
         wanted = torch.arange(tokens, device=assigned.device) < layer.n_entries[..., None]
         if bool((present[..., :tokens] != wanted).any()):
-            raise StageError(f"{owner}: entry ids of layer {index} must be 0..n_entries-1, each with at least one token.")
+            raise StageError(
+                f"{owner}: entry ids of layer {index} must be 0..n_entries-1, each with at least one token."
+            )
         spent += layer.n_entries.sum(-1)
     if bool((spent > budget).any()):
         row = int((spent - budget).argmax())

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvframe.budget import Lengths
 from kvframe.errors import StageError
 from kvframe.execute import check_plan, execute
-from kvframe.ragged import join_entries
+from kvframe.ragged import append_part
 from kvframe.spec import PipelineSpec, read_spec
 from kvframe.stages import Stage
 from kvframe.types import Entries, LayerPlan, ModelInfo, Needs, Observation, Part, Plan, check_shape
@@ -94,21 +94,16 @@ class Pipeline:
         states = encoder.fit(observation) if states is None else states
         layers = []
         for index, layer in enumerate(observation.layers):
-            entries = execute(plan.layers[index], layer, observation.positions, observation.model.rope)
-            parts = []
+            parts: tuple[Part, ...] = ()
             if sinks is not None and bool(sinks.any()):
-                _, batch, heads, tokens = observation.shape
-                kept = LayerPlan.keep(sinks[:, None].expand(batch, heads, tokens))
-                exact = execute(kept, layer, observation.positions, observation.model.rope)
-                if encoder.exact:
-                    entries = join_entries(exact, entries)
-                else:
-                    parts.append(exact_part(exact))
+                kept = LayerPlan.keep(sinks[:, None].expand(observation.shape[1:]))
+                parts = (exact_part(execute(kept, layer, observation.positions, observation.model.rope)),)
+            entries = execute(plan.layers[index], layer, observation.positions, observation.model.rope)
             if len(entries.keys):
                 if not encoder.uses_positions:
                     entries = replace(entries, positions=None)
-                parts.append(Part(encoder.encode(entries, states[index]), encoder, states[index]))
-            layers.append(tuple(parts))
+                parts = append_part(parts, Part(encoder.encode(entries, states[index]), encoder, states[index]))
+            layers.append(parts)
         return Compressed(tuple(layers), plan, states)
 
     def cache(

@@ -1,34 +1,50 @@
-"""Joining ragged entries head by head."""
+"""Joining ragged rows head by head."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvframe.types import Entries
+from kvframe.types import Encoded, Part
 
 
-def join_entries(first: Entries, second: Entries) -> Entries:
-    """Return entries that hold, for each (b, h), the rows of `first` and then those of `second`."""
+def append_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
+    """Return `parts` with `new` behind them, joined to the last one if both are coded row by row in the same way: fewer
+    parts mean fewer kernel calls a step."""
+    if parts and parts[-1].encoder == new.encoder and new.encoder.block == 1 and parts[-1].state is new.state:
+        joined = join_encoded(parts[-1].encoded, new.encoded)
+        return (*parts[:-1], Part(joined, new.encoder, new.state))
+    return (*parts, new)
+
+
+def join_encoded(first: Encoded, second: Encoded) -> Encoded:
+    """Return the codes that hold, for each (b, h), the rows of `first` and then those of `second`.
+
+    Both must be of one format whose codes are all `[N, …]`, one row an entry."""
     n_first, n_second = first.offsets.diff(), second.offsets.diff()
-    offsets = first.offsets + second.offsets
-    pairs = torch.arange(len(n_first), device=offsets.device)
-    to_first = torch.arange(len(first.keys), device=offsets.device) + second.offsets[:-1].repeat_interleave(n_first)
-    to_second = torch.arange(len(second.keys), device=offsets.device)
-    to_second = to_second + first.offsets[1:][pairs.repeat_interleave(n_second)]
+    rows_first, rows_second = int(first.offsets[-1]), int(second.offsets[-1])
+    device = first.offsets.device
+    # A row moves right by the other part's rows of the heads before it (for `second`: and of its own head).
+    to_first = torch.arange(rows_first, device=device) + second.offsets[:-1].repeat_interleave(n_first)
+    to_second = torch.arange(rows_second, device=device) + first.offsets[1:].repeat_interleave(n_second)
 
-    def both(a: Tensor, b: Tensor) -> Tensor:
-        out = a.new_empty(len(a) + len(b), *a.shape[1:])
+    def join(a: Tensor, b: Tensor) -> Tensor:
+        out = a.new_empty(rows_first + rows_second, *a.shape[1:])
         out[to_first], out[to_second] = a, b
         return out
 
-    log_multiplicity = positions = None
-    if first.log_multiplicity is not None or second.log_multiplicity is not None:
-        log_multiplicity = both(*(
-            e.keys.new_zeros(len(e.keys), dtype=torch.float32) if e.log_multiplicity is None else e.log_multiplicity
-            for e in (first, second)
-        ))
-    if first.positions is not None and second.positions is not None:
-        positions = both(first.positions, second.positions)
-    keys, values = both(first.keys, second.keys), both(first.values, second.values)
-    return Entries(offsets, keys, values, log_multiplicity, positions)
+    def join_optional(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is None and b is None:
+            return None
+        known = a if a is not None else b
+        zeros = [known.new_zeros(n) for n in (rows_first, rows_second)]  # type: ignore[union-attr]
+        return join(zeros[0] if a is None else a, zeros[1] if b is None else b)
+
+    return Encoded(
+        offsets=first.offsets + second.offsets,
+        codes={name: join(codes, second.codes[name]) for name, codes in first.codes.items()},
+        format=first.format,
+        dtype=first.dtype,
+        log_multiplicity=join_optional(first.log_multiplicity, second.log_multiplicity),
+        positions=join_optional(first.positions, second.positions),
+    )

@@ -63,7 +63,9 @@ class Decode(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     flush: int | None = Field(
-        None, ge=1, description="Compress this many tokens whenever the recent window holds as many too much; null = never."
+        None,
+        ge=1,
+        description="Compress this many tokens whenever the recent window holds as many too much; null = never.",
     )
 
 

@@ -97,13 +97,11 @@ class Encoder(Stage):
     Class variables:
         block: rows coded together; 1 = row by row.
         uses_positions: decoding needs the entries' positions, so they must be held.
-        exact: decoding gives back exactly what came in, so protected tokens may be held with the others.
     """
 
     kind: ClassVar[str] = "encoder"
     block: ClassVar[int] = 1
     uses_positions: ClassVar[bool] = False
-    exact: ClassVar[bool] = False
 
     @property
     def joins_heads(self) -> int:

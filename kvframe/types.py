@@ -133,7 +133,9 @@ class Observation:
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.model.layers:
-            raise StageError(f"Observation has {len(self.layers)} layers, but the model compresses {self.model.layers}.")
+            raise StageError(
+                f"Observation has {len(self.layers)} layers, but the model compresses {self.model.layers}."
+            )
         batch, tokens = self.valid.shape
         for name in ("positions", "body"):
             check_shape("Observation", name, getattr(self, name), (batch, tokens))

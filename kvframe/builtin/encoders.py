@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,14 +15,11 @@ class Dense(Encoder):
     """Holds keys and values as the model made them."""
 
     name: Literal["dense"] = "dense"
-    exact: ClassVar[bool] = True
 
     def encode(self, entries: Entries, state: Any) -> Encoded:
         """Return the tensors themselves."""
         codes = {"keys": entries.keys, "values": entries.values}
-        return Encoded(
-            entries.offsets, codes, "dense", entries.keys.dtype, entries.log_multiplicity, entries.positions
-        )
+        return Encoded(entries.offsets, codes, "dense", entries.keys.dtype, entries.log_multiplicity, entries.positions)
 
     def decode(self, encoded: Encoded, state: Any) -> Entries:
         """Return the tensors themselves."""

@@ -1,12 +1,12 @@
 """Attention over ragged entries with log multiplicity, returned with its log-sum-exp, and the exact merge of parts."""
 
+from torch import Tensor
+
+from kvframe.errors import InputError
 from kvframe.ops.ragged_attention.dense import dense_attention
 from kvframe.ops.ragged_attention.merge import merge_attention
 from kvframe.ops.ragged_attention.reference import ragged_attention as ragged_attention_reference
 from kvframe.ops.ragged_attention.sdpa import ragged_attention as ragged_attention_sdpa
-from torch import Tensor
-
-from kvframe.errors import InputError
 from kvframe.types import Entries
 
 IMPLEMENTATIONS = {"reference": ragged_attention_reference, "sdpa": ragged_attention_sdpa}
@@ -19,7 +19,9 @@ def ragged_attention(query: Tensor, entries: Entries, scale: float, impl: str = 
     (= "sdpa"). Raises InputError for another name."""
     name = "sdpa" if impl == "auto" else impl
     if name not in IMPLEMENTATIONS:
-        raise InputError(f"ragged_attention has no implementation '{impl}'; there are: auto, {', '.join(IMPLEMENTATIONS)}.")
+        raise InputError(
+            f"ragged_attention has no implementation '{impl}'; there are: auto, {', '.join(IMPLEMENTATIONS)}."
+        )
     return IMPLEMENTATIONS[name](query, entries, scale)
 
 

@@ -24,7 +24,9 @@ def dense_attention(
     group = query_heads // heads
     packed = query.reshape(batch, heads, group * length, dim)
     if query.device.type == "cpu" and (bias is None or length == 1) and query.dtype == keys.dtype:
-        mask = None if bias is None else bias.float()  # fp32 also for bf16 keys: a bf16 logarithm would be off by a percent
+        mask = (
+            None if bias is None else bias.float()
+        )  # fp32 also for bf16 keys: a bf16 logarithm would be off by a percent
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             packed, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )

@@ -1,0 +1,121 @@
+"""The exact end of the cache: keys and values that grow at the right without copying them at every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STEP = 32  # columns added at least when the buffer is full
+
+
+class Recent:
+    """Keys and values `[B, H, R, D]` in a buffer with room at the right.
+
+    The first append takes exactly what it needs; later ones grow the buffer by an eighth, at least 32 columns, so that a
+    step copies nothing proportional to the context (amortised)."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """`[B, H, R, D]`, a view."""
+        return self._view(self._keys)
+
+    @property
+    def values(self) -> Tensor:
+        """`[B, H, R, D]`, a view."""
+        return self._view(self._values)
+
+    def _view(self, buffer: Tensor | None) -> Tensor:
+        if buffer is None:
+            raise RuntimeError("the cache layer is empty")
+        return buffer.narrow(2, 0, self.length)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add columns `[B, H, Q, D]` at the right."""
+        end = self.length + keys.shape[2]
+        if self._keys is None or self._values is None or end > self._keys.shape[2]:
+            capacity = end if self.length == 0 else max(end, self.length + max(STEP, self.length // 8))
+            self._keys = self._grown(self._keys, keys, capacity)
+            self._values = self._grown(self._values, values, capacity)
+        self._keys[:, :, self.length : end] = keys
+        self._values[:, :, self.length : end] = values
+        self.length = end
+
+    def _grown(self, old: Tensor | None, like: Tensor, capacity: int) -> Tensor:
+        new = like.new_empty(*like.shape[:2], capacity, like.shape[3])
+        if old is not None:
+            new[:, :, : self.length] = old[:, :, : self.length]
+        return new
+
+    def keep_last(self, columns: int) -> None:
+        """Let go of all but the last columns; the storage shrinks to them."""
+        if self._keys is not None and self._values is not None:
+            begin = self.length - columns
+            self._keys = self._keys[:, :, begin : self.length].clone(memory_format=torch.contiguous_format)
+            self._values = self._values[:, :, begin : self.length].clone(memory_format=torch.contiguous_format)
+            self.length = columns
+
+    def fork(self) -> Recent:
+        """A second buffer on the same storage. Its next append copies, so that neither sees the other's tokens."""
+        other = Recent()
+        other.length = self.length
+        if self._keys is not None:
+            other._keys, other._values = self.keys, self.values
+        return other
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors held."""
+        return [t for t in (self._keys, self._values) if t is not None]
+
+
+class Tail:
+    """The last `limit` columns ("all" = every one) of tensors that come a few columns at a time, along dimension `dim`."""
+
+    def __init__(self, limit: int | str, dim: int) -> None:
+        self.limit, self.dim = limit, dim
+        self._pieces: list[Tensor] = []
+
+    @property
+    def length(self) -> int:
+        """Columns held."""
+        return sum(piece.shape[self.dim] for piece in self._pieces)
+
+    def append(self, piece: Tensor, extra: int = 0) -> None:
+        """Add columns at the right; `extra` more than the limit are kept this time (for padding at the end)."""
+        self._pieces.append(piece.detach())
+        if self.limit != "all":
+            self.keep_last(min(self.length, int(self.limit) + extra), copy=False)
+
+    def keep_last(self, columns: int, copy: bool = True) -> None:
+        """Let go of all but the last columns; with `copy` no storage larger than them stays alive."""
+        surplus = self.length - columns
+        while self._pieces and surplus >= self._pieces[0].shape[self.dim]:
+            surplus -= self._pieces.pop(0).shape[self.dim]
+        if surplus > 0:
+            first = self._pieces[0]
+            self._pieces[0] = first.narrow(self.dim, surplus, first.shape[self.dim] - surplus).clone()
+        elif copy:
+            self._pieces = [piece.clone() for piece in self._pieces]
+
+    def tensor(self, columns: int | None = None) -> Tensor | None:
+        """All columns held, or the last `columns` of them; None if there are none."""
+        if not self._pieces:
+            return None
+        whole = self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces, self.dim)
+        self._pieces = [whole]
+        columns = whole.shape[self.dim] if columns is None else min(columns, whole.shape[self.dim])
+        return whole.narrow(self.dim, whole.shape[self.dim] - columns, columns)
+
+    def fork(self) -> Tail:
+        """A second tail on the same tensors; they are never written to."""
+        other = Tail(self.limit, self.dim)
+        other._pieces = list(self._pieces)
+        return other
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors held."""
+        return list(self._pieces)

@@ -1,0 +1,258 @@
+"""The cache that users hand to `model.generate`. All state of a compression lives here."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvframe.budget import Lengths, Regions, row_lengths, split_regions
+from kvframe.errors import ModelError
+from kvframe.hf.attention import use_kvframe_attention
+from kvframe.hf.info import compressible_layers, model_info
+from kvframe.hf.layer import CompressedLayer, new_validity
+from kvframe.hf.ledger import Ledger
+from kvframe.hf.watch import Watch
+from kvframe.ragged import append_part
+from kvframe.report import CacheReport
+from kvframe.types import Needs, Observation
+
+if TYPE_CHECKING:
+    from kvframe.pipeline import Compressed, Pipeline
+
+
+class CompressedCache(Cache):
+    """A transformers cache that compresses itself with a pipeline.
+
+    The prompt is compressed over all layers at once before the first single-token step that follows it, or by
+    `compress()`. A later prompt attends what is there and is compressed in its turn. Create it with `pipeline.cache(model)`;
+    one cache serves one batch.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        model: PreTrainedModel,
+        prefix_length: Lengths = 0,
+        suffix_length: Lengths | None = None,
+        *,
+        _needs: Needs | None = None,
+        _watch: Watch | None = None,
+    ) -> None:
+        self.pipeline = pipeline
+        self.kernel = pipeline.spec.attention
+        self.info = model_info(model)
+        pipeline.bind(self.info)
+        use_kvframe_attention(model)
+        self.prefix_length = prefix_length
+        self.suffix_length = pipeline.spec.protect.suffix if suffix_length is None else suffix_length
+        self.needs = pipeline.needs if _needs is None else _needs
+        layers = DynamicCache(config=model.config).layers
+        for index in compressible_layers(model):
+            layers[index] = CompressedLayer(self, self.needs)
+        super().__init__(layers=layers)
+        self.compressed_layers: list[CompressedLayer] = [layers[i] for i in self.info.layer_ids]
+        self.ledger = Ledger()
+        self.valid: Tensor | None = None  # bool [B, R], the recent columns that hold an exact token
+        self.positions: Tensor | None = None  # int64 [B, R]
+        self.recent_validity_bias: Tensor | None = None
+        self.trailing_padding = 0
+        self.watching = True
+        self._pending = True  # a prompt is waiting to be compressed
+        self._states: Any = None
+        self._watch = Watch(self.needs) if _watch is None else _watch
+        if self._watch.wanted and _watch is None:
+            self._watch.attach(model, self)
+
+    # --- while the model runs -------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by each attention layer; the first compressed one lets the cache do its work between two steps."""
+        if layer_idx == self.info.layer_ids[0]:
+            self._before_step(key_states, kwargs.get("kwargs") or {})
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _before_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
+        batch, _, length, _ = key_states.shape
+        single = length == 1 and self.get_seq_length() > 0
+        if single:
+            self._between_steps()
+        else:
+            self._pending = True
+        self.watching = not single or self.pipeline.spec.decode.flush is not None
+        position_ids = passed_on.get("position_ids")
+        if position_ids is None:
+            raise ModelError("The model passes no position_ids to its attention, so positions cannot be known.")
+        new = position_ids.expand(batch, length)
+        self.positions = new if self.positions is None else torch.cat([self.positions, new], 1)
+
+    def _between_steps(self) -> None:
+        """Before a single-token step: compress the prompt that came before it, or a full block of generated tokens."""
+        flush = self.pipeline.spec.decode.flush
+        if self._pending:
+            self.compress()
+        elif flush is not None and self.valid is not None:
+            exact = self.pipeline.spec.protect.recent + int(row_lengths(self.suffix_length, 1, "suffix").max())
+            if self.valid.shape[1] >= exact + flush:
+                self.compress()
+
+    def watch_mask(self, layer: CompressedLayer, length: int, mask: Tensor | None) -> None:
+        """Note, once a step, which of the new columns are tokens."""
+        if layer is not self.compressed_layers[0] or self.positions is None:
+            return
+        new = new_validity(mask, len(self.positions), length, self.positions.device)
+        self.valid = new if self.valid is None else torch.cat([self.valid, new], 1)
+        self.ledger.see(new)
+        if length > 1 or self.recent_validity_bias is not None:
+            self._note_validity()
+
+    def _note_validity(self) -> None:
+        """What follows from `valid`: the bias on recent columns that hold no exact token, and padding at the end."""
+        valid = self.valid
+        self.recent_validity_bias, self.trailing_padding = None, 0
+        if valid is not None and not bool(valid.all()):
+            bias = torch.zeros(valid.shape, device=valid.device).masked_fill(~valid, -torch.inf)
+            self.recent_validity_bias = bias[:, None, None, :]
+            self.trailing_padding = int(valid.flip(1).cumsum(1).eq(0).sum(1).max())
+
+    # --- compression ----------------------------------------------------------------------------------------------------
+
+    def compress(self, suffix_length: Lengths | None = None) -> None:
+        """Compress what is pending: everything but prefix, sinks, recent window and suffix.
+
+        `suffix_length` overrides the cache's for this call: 0 compresses before the question is seen. Raises BudgetError,
+        InputError or StageError; the cache is then as it was."""
+        if self.valid is None or self.positions is None:
+            return
+        begin = time.perf_counter()
+        spec, first = self.pipeline.spec, not self.ledger.compressions
+        protect = spec.protect if first else spec.protect.model_copy(update={"sink": 0})
+        prefix = self.prefix_length if first else 0
+        suffix = self._clamped_suffix(self.suffix_length if suffix_length is None else suffix_length, first)
+        regions = split_regions(self.valid, protect, prefix, suffix)
+        self._pending = False
+        if not bool(regions.body.any()):
+            if first:
+                count = ", ".join(str(int(n)) for n in self.valid.sum(1))
+                self.ledger.note(
+                    f"nothing was compressed: the prompt ({count} tokens) is not longer than what is protected"
+                )
+            return
+        itemsize = self.compressed_layers[0].recent.keys.element_size()
+        bits = self.pipeline.entry_bits(self.info, itemsize)
+        budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits)
+        observation = self._observe(regions)
+        result = self.pipeline.run(observation, budget, regions.sinks, self._states)
+        self._adopt(result, regions)
+        if self.recent_device.type == "cuda":
+            torch.cuda.synchronize(self.recent_device)
+        self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin)
+
+    def _clamped_suffix(self, suffix: Lengths, first: bool) -> Lengths:
+        """Later blocks may be shorter than the suffix of a prompt; a first prompt must not be."""
+        if first or self.valid is None:
+            return suffix
+        count = self.valid.sum(1).cpu()
+        return torch.minimum(row_lengths(suffix, len(count), "suffix_length"), count)
+
+    @property
+    def recent_device(self) -> torch.device:
+        """Where the exact tokens lie."""
+        return self.compressed_layers[0].recent.keys.device
+
+    def _observe(self, regions: Regions) -> Observation:
+        if self.valid is None or self.positions is None:
+            raise RuntimeError("nothing was seen yet")
+        return Observation(
+            layers=tuple(layer.observe(self.pipeline.needs) for layer in self.compressed_layers),
+            positions=self.positions,
+            valid=self.valid,
+            body=regions.body,
+            model=self.info,
+            hidden_states={
+                d: t for d in self.pipeline.needs.hidden_states if (t := self._watch.hidden[d].tensor()) is not None
+            },
+            surprisal=None if self._watch.surprisal is None else self._watch.surprisal.tensor(),
+            suffix=regions.suffix,
+        )
+
+    def _adopt(self, result: Compressed, regions: Regions) -> None:
+        """Take over the compressed parts and let go of everything but the exact tail."""
+        tokens, keep = regions.tail.shape[1], regions.tail_columns
+        for layer, parts in zip(self.compressed_layers, result.parts, strict=True):
+            layer.parts = reduce(append_part, parts, layer.parts)
+            layer.recent.keep_last(keep)
+            watched = keep if self.pipeline.spec.decode.flush is not None else 0
+            layer.queries.keep_last(min(watched, layer.queries.length))
+            layer.outputs.keep_last(min(watched, layer.outputs.length))
+        self._watch.keep_last(keep)
+        if self.positions is not None:
+            self.positions = self.positions[:, tokens - keep :].clone()
+        self.valid = regions.tail[:, tokens - keep :].clone()
+        self._states = result.states
+        self._note_validity()
+
+    # --- the rest -------------------------------------------------------------------------------------------------------
+
+    def report(self) -> CacheReport:
+        """Tokens, entries, measured bytes and ratios, as of now."""
+        extra = [t for t in (self.valid, self.positions, self.recent_validity_bias) if t is not None]
+        return self.ledger.report(
+            self.compressed_layers, self.info, [*extra, *self._watch.tensors()], self.valid, len(self.layers)
+        )
+
+    def reset(self) -> None:
+        """Forget everything, so that the cache can serve another prompt."""
+        super().reset()
+        self.ledger, self.valid, self.positions, self._states = Ledger(), None, None, None
+        self.recent_validity_bias, self.trailing_padding, self._pending = None, 0, True
+        self._watch.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Not supported yet."""
+        raise NotImplementedError("reorder_cache (beam search) is not supported by kvframe's cache yet.")
+
+
+class Prefill(CompressedCache):
+    """A prompt read once for several pipelines: run the model with `cache=prefill`, then `fork` a cache for each pipeline.
+
+    It observes what any of them needs and compresses nothing itself."""
+
+    def __init__(self, model: PreTrainedModel, pipelines: Iterable[Pipeline]) -> None:
+        from kvframe.pipeline import load
+
+        needs = reduce(or_, (pipeline.needs for pipeline in pipelines), Needs())
+        super().__init__(load("identity"), model, _needs=needs)
+        self._model = model
+
+    def compress(self, suffix_length: Lengths | None = None) -> None:
+        """Do nothing: this cache stays whole."""
+
+    def fork(
+        self, pipeline: Pipeline, prefix_length: Lengths = 0, suffix_length: Lengths | None = None
+    ) -> CompressedCache:
+        """A cache of its own for `pipeline`, which has seen what this one has. Storage is shared until one of them writes.
+
+        Hidden states and surprisal are watched up to here only."""
+        other = CompressedCache(pipeline, self._model, prefix_length, suffix_length, _watch=self._watch.fork())
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(mine, CompressedLayer) and isinstance(theirs, CompressedLayer):
+                theirs.recent, theirs.seen, theirs.is_initialized = mine.recent.fork(), mine.seen, True
+                theirs.queries, theirs.outputs = mine.queries.fork(), mine.outputs.fork()
+        other.layers = [
+            theirs if isinstance(theirs, CompressedLayer) else copy.deepcopy(mine)
+            for mine, theirs in zip(self.layers, other.layers, strict=True)
+        ]
+        other.valid, other.positions, other.ledger = self.valid, self.positions, self.ledger.fork()
+        other._note_validity()
+        return other

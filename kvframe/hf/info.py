@@ -1,0 +1,109 @@
+"""What a transformers model tells of itself, and whether its attention is of a kind that kvframe knows."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvframe.errors import ModelError
+from kvframe.rope import Rope
+from kvframe.types import ModelInfo
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def compressible_layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """Indices of the layers with full attention. Sliding-window and linear layers bound their memory themselves.
+
+    Raises ModelError if there are none."""
+    layers = DynamicCache(config=model.config).layers
+    found = tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer)
+    if not found:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+        raise ModelError(
+            f"{type(model).__name__} has no layer with full attention (its cache layers are: {kinds}), so there is nothing "
+            "to compress; for a model with a sliding window, set config.sliding_window = None before loading if it allows it."
+        )
+    return found
+
+
+def model_info(model: PreTrainedModel) -> ModelInfo:
+    """Geometry, RoPE and output weights of the compressible layers.
+
+    Raises ModelError, saying which part of the contract does not hold."""
+    if not getattr(model, "_supports_attention_backend", False):
+        raise _unknown(model, "it does not take its attention function from transformers' AttentionInterface")
+    layer_ids = compressible_layers(model)
+    attention = {
+        m.layer_idx: m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and _has_o(m)
+    }
+    missing = [i for i in layer_ids if i not in attention]
+    if missing:
+        raise _unknown(model, f"layer {missing[0]} has no attention module with o_proj, head_dim and scaling")
+    modules = [attention[i] for i in layer_ids]
+    config = model.config.get_text_config(decoder=True)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    geometry = {(m.head_dim, m.o_proj.in_features // m.head_dim, float(m.scaling)) for m in modules}
+    if len(geometry) != 1:
+        raise _unknown(model, "its full-attention layers differ in head size, head count or scale")
+    head_dim, query_heads, scale = geometry.pop()
+
+    def output_weight(layer: int) -> Tensor:
+        weight: Tensor = modules[layer].o_proj.weight.detach()  # [hidden, Hq * D]
+        return weight.T.reshape(query_heads, head_dim, -1)
+
+    rope = _rope(model, modules[0])
+    return ModelInfo(
+        len(layer_ids), query_heads, kv_heads, head_dim, scale, rope, output_weight, layer_ids, type(model).__name__
+    )
+
+
+def _has_o(module: nn.Module) -> bool:
+    return (
+        isinstance(getattr(module, "o_proj", None), nn.Linear)
+        and hasattr(module, "head_dim")
+        and hasattr(module, "scaling")
+    )
+
+
+def _rope(model: PreTrainedModel, attention: nn.Module) -> Rope:
+    """The model's rotation, held against what the model's own function does."""
+    rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and "vision" not in n), None)
+    function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if rotary is None or function is None:
+        raise _unknown(model, "it has no rotary_emb module with apply_rotary_pos_emb beside its attention")
+    kind: str = ""
+    if not hasattr(rotary, "inv_freq"):
+        kind = "full_attention"
+    prefix = f"{kind}_" if kind else ""
+    types: Any = getattr(rotary, "rope_type", "default")
+    rope_type = types.get(kind, "default") if isinstance(types, dict) else types
+    if rope_type not in ROPE_TYPES:
+        raise _unknown(model, f"its RoPE is of type '{rope_type}', known are {', '.join(ROPE_TYPES)}")
+    inv_freq = getattr(rotary, f"{prefix}inv_freq", None)
+    if inv_freq is None:
+        raise _unknown(model, "its rotary_emb module has no inv_freq")
+    rope = Rope(inv_freq.detach().float(), float(getattr(rotary, f"{prefix}attention_scaling", 1.0)))
+    device = inv_freq.device
+    if device.type == "meta":
+        return rope
+    x = torch.linspace(-1, 1, 3 * attention.head_dim, device=device).view(1, 1, 3, attention.head_dim)
+    positions = torch.tensor([[0, 5, 1000]], device=device)
+    with torch.no_grad():
+        cos, sin = rotary(x, positions, *([kind] if kind else []))
+        turned = function(x, x, cos, sin)[0]
+    if turned.shape != x.shape or not torch.allclose(turned.float(), rope.rotate(x, positions), atol=1e-4):
+        raise _unknown(model, "its rotation is not the half-split one")
+    return rope
+
+
+def _unknown(model: PreTrainedModel, reason: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} has no attention contract that kvframe knows: {reason}; use a model with standard rotary "
+        "attention such as Llama, Qwen, Mistral or Gemma 3."
+    )

@@ -1,0 +1,151 @@
+"""One compressed layer of the cache."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvframe.errors import InputError, ModelError
+from kvframe.hf.attention import LAYER, as_bias, visible
+from kvframe.hf.buffer import Recent, Tail
+from kvframe.stages import Kernel
+from kvframe.types import LayerObservation, Needs, Part
+
+if TYPE_CHECKING:
+    from kvframe.hf.cache import CompressedCache
+
+
+class CompressedLayer(CacheLayerMixin):
+    """Holds compressed parts and the exact recent tokens; `update` hands itself to the attention function."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: CompressedCache, needs: Needs) -> None:
+        super().__init__()
+        self._cache = weakref.ref(cache)  # no cycle: a cache let go frees its memory at once
+        self.parts: tuple[Part, ...] = ()
+        self.recent = Recent()
+        self.seen = 0  # columns seen, padding included: the logical length
+        self.queries = Tail(needs.queries, dim=2)
+        self.outputs = Tail(needs.head_outputs, dim=2)
+
+    @property
+    def cache(self) -> CompressedCache:
+        """The cache that this layer belongs to."""
+        cache = self._cache()
+        if cache is None:
+            raise RuntimeError("the cache of this layer is gone")
+        return cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is allocated ahead."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values `[B, H, Q, D]`; return the exact recent ones, views `[B, H, R, D]`."""
+        passed_on = kwargs.get("kwargs")
+        if passed_on is None:
+            raise ModelError(
+                "The model does not pass its attention arguments to cache.update (transformers >= 5.24 models do), so "
+                "kvframe's attention would not be reached; use a model class of that version."
+            )
+        if key_states.requires_grad:
+            raise InputError("A kvframe cache is for inference; call the model under torch.no_grad().")
+        passed_on[LAYER] = self
+        self.recent.append(key_states, value_states)
+        self.seen += key_states.shape[2]
+        self.is_initialized = True
+        return self.recent.keys, self.recent.values
+
+    def kernels(self) -> Iterator[tuple[Kernel, Part]]:
+        """The kernel for each part."""
+        return ((self.cache.kernel, part) for part in self.parts)
+
+    def watch_query(self, query: Tensor, mask: Tensor | None) -> None:
+        """Note the validity of the new tokens, and the queries `[B, Hq, Q, D]` if a stage needs them."""
+        self.cache.watch_mask(self, query.shape[2], mask)
+        if self.queries.limit and self.cache.watching:
+            self.queries.append(query, self.cache.trailing_padding)
+
+    def watch_output(self, output: Tensor) -> None:
+        """Keep the heads' outputs `[B, Q, Hq, D]` if a stage needs them."""
+        if self.outputs.limit and self.cache.watching:
+            self.outputs.append(output.transpose(1, 2), self.cache.trailing_padding)
+
+    def recent_bias(self, length: int, mask: Tensor | None) -> Tensor | None:
+        """Bias for `length` queries on the recent tokens, fp32, or None if all of them are visible."""
+        own = self.cache.recent_validity_bias
+        if length == 1 or mask is None:
+            return own
+        bias = as_bias(mask)
+        return bias if own is None else bias + own
+
+    def observe(self, needs: Needs) -> LayerObservation:
+        """What was seen of the recent tokens, cut down to what is needed."""
+        return LayerObservation(
+            self.recent.keys,
+            self.recent.values,
+            self._last(self.queries, needs.queries),
+            self._last(self.outputs, needs.head_outputs),
+        )
+
+    def _last(self, tail: Tail, amount: int | str) -> Tensor | None:
+        if not amount:
+            return None
+        return tail.tensor(None if amount == "all" else int(amount) + self.cache.trailing_padding)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen: positions and masks derive from it."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask covers the exact recent tokens; what is compressed came before and needs none."""
+        return self.recent.length + query_length, self.seen - self.recent.length
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.parts, self.recent, self.seen, self.is_initialized = (), Recent(), 0, False
+        self.queries, self.outputs = Tail(self.queries.limit, 2), Tail(self.outputs.limit, 2)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Not supported yet."""
+        raise NotImplementedError("reorder_cache (beam search) is not supported by kvframe's cache yet.")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removing nothing is a no-op; anything else is not supported yet."""
+        if tokens_to_remove != 0:
+            raise NotImplementedError("crop (assisted decoding) is not supported by kvframe's cache yet.")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Not supported yet."""
+        raise NotImplementedError("batch_repeat_interleave is not supported by kvframe's cache yet.")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Not supported yet."""
+        raise NotImplementedError("batch_select_indices is not supported by kvframe's cache yet.")
+
+    def offload(self) -> None:
+        """Not supported yet."""
+        raise NotImplementedError("offload is not supported by kvframe's cache yet.")
+
+    def prefetch(self) -> None:
+        """Not supported yet."""
+        raise NotImplementedError("prefetch is not supported by kvframe's cache yet.")
+
+
+def new_validity(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    """Which of the last `length` columns are tokens, bool `[B, length]`: those that the last query may see."""
+    if mask is None:
+        return torch.ones(batch, length, dtype=torch.bool, device=device)
+    return visible(mask)[:, 0, -1, -length:].expand(batch, length)

@@ -1,0 +1,124 @@
+"""Watches what the attention function cannot see: residual hidden states and surprisal. Forward hooks stand on the model
+only while a cache lives whose stages ask for them, and they look only at calls made with that cache."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvframe.errors import ModelError
+from kvframe.hf.buffer import Tail
+from kvframe.types import Needs
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+CHUNK = 256  # tokens whose logits are held at once
+
+
+class Watch:
+    """Hidden states `[B, T, hidden]` at the asked depths, and surprisal `[B, T]`, of the tokens in the recent buffer."""
+
+    def __init__(self, needs: Needs) -> None:
+        self.hidden = {depth: Tail("all", 1) for depth in needs.hidden_states}
+        self.surprisal = Tail("all", 1) if needs.surprisal else None
+        self._last_state: Tensor | None = None  # final hidden state of the last token seen, [B, 1, hidden]
+        self._handles: list[Any] = []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to watch."""
+        return bool(self.hidden) or self.surprisal is not None
+
+    def attach(self, model: PreTrainedModel, cache: Cache) -> None:
+        """Set the hooks; they go when `cache` does."""
+        owner = weakref.ref(cache)
+        decoder = model.get_decoder()
+        blocks = list(getattr(decoder, "layers", ()))
+        if self.hidden and not blocks:
+            raise ModelError(
+                f"The hidden states of {type(model).__name__} cannot be captured: it has no list of layers."
+            )
+        for depth, tail in self.hidden.items():
+            block = blocks[min(int(depth * len(blocks)), len(blocks) - 1)]
+            self._handles.append(block.register_forward_pre_hook(_hidden_hook(tail, owner), with_kwargs=True))
+        if self.surprisal is not None:
+            head = model.get_output_embeddings()
+            cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+            self._handles.append(
+                decoder.register_forward_hook(self._surprisal_hook(head, cap, owner), with_kwargs=True)
+            )
+        handles = list(self._handles)
+        weakref.finalize(cache, lambda: [handle.remove() for handle in handles])
+
+    def _surprisal_hook(self, head: nn.Module, cap: float | None, owner: Any) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if _cache_of(kwargs) is not owner() or self.surprisal is None:
+                return
+            tokens = kwargs.get("input_ids", args[0] if args else None)
+            if tokens is None:
+                raise ModelError("Surprisal needs input_ids, but the model was called with inputs_embeds.")
+            states = output.last_hidden_state.detach()
+            before = states[:, :-1] if self._last_state is None else torch.cat([self._last_state, states[:, :-1]], 1)
+            known = surprisal(before, tokens[:, tokens.shape[1] - before.shape[1] :], head, cap)
+            pad = known.new_zeros(len(known), tokens.shape[1] - known.shape[1])
+            self.surprisal.append(torch.cat([pad, known], 1))
+            self._last_state = states[:, -1:].clone()
+
+        return hook
+
+    def keep_last(self, columns: int) -> None:
+        """Let go of all but the last columns."""
+        for tail in self._tails():
+            tail.keep_last(columns)
+
+    def reset(self) -> None:
+        """Forget what was seen; the hooks stay."""
+        self.keep_last(0)
+        self._last_state = None
+
+    def _tails(self) -> list[Tail]:
+        return [*self.hidden.values(), *([self.surprisal] if self.surprisal is not None else [])]
+
+    def fork(self) -> Watch:
+        """A second watch on what was seen so far, without hooks."""
+        other = Watch(Needs())
+        other.hidden = {depth: tail.fork() for depth, tail in self.hidden.items()}
+        other.surprisal = None if self.surprisal is None else self.surprisal.fork()
+        other._last_state = self._last_state
+        return other
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors held."""
+        own = [] if self._last_state is None else [self._last_state]
+        return own + [t for tail in self._tails() for t in tail.tensors()]
+
+
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    cache = kwargs.get("cache")
+    return cache if cache is not None else kwargs.get("past_key_values")
+
+
+def _hidden_hook(tail: Tail, owner: Any) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if _cache_of(kwargs) is owner():
+            tail.append(args[0] if args else kwargs["hidden_states"])
+
+    return hook
+
+
+def surprisal(states: Tensor, tokens: Tensor, head: nn.Module, cap: float | None = None) -> Tensor:
+    """-log p in nats, fp32 `[B, T]`, of `tokens [B, T]` given final hidden `states [B, T, hidden]` of the tokens before
+    them, in chunks of tokens: `generate` keeps the last logits only, and all at once would be `T * vocabulary`."""
+    out = []
+    with torch.no_grad():
+        for begin in range(0, tokens.shape[1], CHUNK):
+            logits = head(states[:, begin : begin + CHUNK]).float()
+            logits = logits if cap is None else cap * torch.tanh(logits / cap)
+            chunk = tokens[:, begin : begin + CHUNK]
+            out.append(nn.functional.cross_entropy(logits.transpose(1, 2), chunk, reduction="none"))
+    return torch.cat(out, 1) if out else states.new_zeros(len(tokens), 0, dtype=torch.float32)
