@@ -87,9 +87,9 @@ def entry_budget(
 ) -> tuple[Tensor, Tensor]:
     """Return `(for the body, total)`, both int64 `[B]`: entries over all layers and heads.
 
-    The total counts the context's entries, charged protected ones included; the rest is the body's, at most all of it. A
-    row without a body gets nothing. `bits_per_entry` is what a coded entry costs, `itemsize` the bytes of one exact value.
-    Raises BudgetError if the total does not cover the charged protected tokens of a row that has a body."""
+    The total counts the context's entries, charged protected ones included; the rest is the body's, at most all of it.
+    A row without a body gets nothing. `bits_per_entry` is what a coded entry costs, `itemsize` the bytes of one exact
+    value. Raises BudgetError if the total does not cover the charged protected tokens of a row that has a body."""
     units = model.layers * model.kv_heads
     context, charged = units * regions.context, units * regions.charged
     body = units * regions.body.sum(1)
@@ -105,9 +105,9 @@ def entry_budget(
     if bool(short.any()):
         row = int(short.nonzero()[0])
         raise BudgetError(
-            f"The budget of row {row} ({int(regions.context[row])} context tokens) is {int(total[row]) / units:.1f} entries "
-            f"per head, below its {int(regions.charged[row])} protected tokens; lower budget.ratio (or give more), or lower "
-            "protect.recent or protect.sink."
+            f"The budget of row {row} ({int(regions.context[row])} context tokens) is {int(total[row]) / units:.1f} "
+            f"entries per head, below its {int(regions.charged[row])} protected tokens; lower budget.ratio (or give "
+            "more), or lower protect.recent or protect.sink."
         )
     left = torch.where(body > 0, total - charged, 0)
     return torch.minimum(left, body), torch.where(body > 0, total, context)

@@ -41,8 +41,8 @@ def check_plan(plan: Plan, observation: Observation, budget: Tensor, owner: str)
 def execute(plan: LayerPlan, layer: LayerObservation, positions: Tensor, rope: Rope) -> Entries:
     """Return the entries of one layer, in the dtype of its keys, packed by (b, h) and entry id.
 
-    `positions` int64 `[B, T]`. An entry of one token is copied bit by bit unless the plan weights or moves it; the others
-    are pooled in fp32: keys before RoPE, rotated to the entry's position, if the plan says `align_rope`."""
+    `positions` int64 `[B, T]`. An entry of one token is copied bit by bit unless the plan weights or moves it; the
+    others are pooled in fp32: keys before RoPE, rotated to the entry's position, if the plan says `align_rope`."""
     batch, heads, tokens, dim = layer.keys.shape
     counts = plan.n_entries.reshape(-1)
     offsets = torch.zeros(batch * heads + 1, dtype=torch.int64, device=counts.device)

@@ -64,8 +64,8 @@ class Pipeline:
         return bits + 32 * self.spec.allocator.merges + 32 * self.spec.encoder.uses_positions
 
     def plan(self, observation: Observation, budget: Tensor) -> Plan:
-        """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate. Raises StageError, naming the
-        stage, if one returns what its contract forbids."""
+        """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate. Raises StageError, naming
+        the stage, if one returns what its contract forbids."""
         spec = self.spec
         segments = spec.segmenter.segment(observation)
         check_shape(f"segmenter '{spec.segmenter.name}': Segments", "ids", segments.ids, tuple(observation.valid.shape))
@@ -111,9 +111,9 @@ class Pipeline:
     ) -> CompressedCache:
         """A cache for `model.generate(..., past_key_values=cache)`.
 
-        `prefix_length` and `suffix_length` (one number, or one a row) count the tokens of the prompt's template prefix and
-        of the question: kept exactly, not charged. Sets nothing on the model but its attention implementation. Raises
-        ModelError if the model's attention is not one that kvframe knows."""
+        `prefix_length` and `suffix_length` (one number, or one a row) count the tokens of the prompt's template prefix
+        and of the question: kept exactly, not charged. Sets nothing on the model but its attention implementation.
+        Raises ModelError if the model's attention is not one that kvframe knows."""
         from kvframe.hf.cache import CompressedCache
 
         return CompressedCache(self, model, prefix_length, suffix_length)

@@ -70,7 +70,8 @@ class Decode(BaseModel):
 
 
 class PipelineSpec(BaseModel):
-    """One pipeline. The class that is really used, `spec_class()`, narrows the stage fields to the registered stages."""
+    """One pipeline. The class that is really used, `spec_class()`, narrows the stage fields to the registered
+    stages."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -135,9 +136,11 @@ def make_spec_class(known: Registry) -> type[PipelineSpec]:
     fields: dict[str, Any] = {}
     for kind, classes in known.stages.items():
         union = reduce(or_, classes.values())
-        tagged = Annotated[union, Field(discriminator="name")] if len(classes) > 1 else union
-        by_name = Annotated[tagged, BeforeValidator(_from_name)]
-        fields[kind] = (by_name, Field({"name": STAGE_DEFAULTS[kind]}, validate_default=True))
+        tagged: Any = Annotated[union, Field(discriminator="name")] if len(classes) > 1 else union
+        fields[kind] = (
+            Annotated[tagged, BeforeValidator(_from_name)],
+            Field({"name": STAGE_DEFAULTS[kind]}, validate_default=True),
+        )
     return create_model("PipelineSpec", __base__=PipelineSpec, __doc__="A kvframe pipeline.", **fields)
 
 

@@ -1,5 +1,5 @@
-"""The five stage kinds. A stage is one frozen pydantic class: its fields are the parameters that a spec sets, its one or
-two pure methods are the behaviour. A plugin subclasses one of these, gives it a `name` and writes the method:
+"""The five stage kinds. A stage is one frozen pydantic class: its fields are the parameters that a spec sets, its one
+or two pure methods are the behaviour. A plugin subclasses one of these, gives it a `name` and writes the method:
 
     class LastTokens(Scorer):
         \"\"\"Newer tokens score higher.\"\"\"

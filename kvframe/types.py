@@ -1,9 +1,8 @@
 """The data that passes between stages: frozen, and checked where it is made.
 
-Letters: `B` batch, `L` compressed layers, `Hq` query heads, `H` KV heads, `G = Hq / H`, `T` observed tokens, `N` entries
-over all (b, h) of one layer, `D` head dimension. Ragged data is packed rows plus `offsets [B*H+1]`, heads of one batch
-row next to each other.
-"""
+Letters: `B` batch, `L` compressed layers, `Hq` query heads, `H` KV heads, `G = Hq / H`, `T` observed tokens, `N`
+entries over all (b, h) of one layer, `D` head dimension. Ragged data is packed rows plus `offsets [B*H+1]`, heads of
+one batch row next to each other."""
 
 from __future__ import annotations
 

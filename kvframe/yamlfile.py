@@ -24,7 +24,7 @@ def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path, int]]
                 raise SpecError(f"{_at(source, event)}: anchors and aliases are not allowed; write the value out.")
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            found = "nothing" if node is None else f"a {node.id}"
+            found = "nothing" if node is None else f"a {type(node).__name__.removesuffix('Node').lower()}"
             raise SpecError(f"{source}: a spec is a mapping such as 'scorer: uniform', but the file holds {found}.")
         return _build(loader, node, (), lines, source), lines
     except yaml.MarkedYAMLError as error:
@@ -47,7 +47,7 @@ def _build(loader: yaml.SafeLoader, node: yaml.Node, path: Path, lines: dict[Pat
     if isinstance(node, yaml.MappingNode):
         built: dict[Any, Any] = {}
         for key_node, value_node in node.value:
-            key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+            key = loader.construct_object(key_node)
             if not isinstance(key, str):
                 raise SpecError(f"{_at(source, key_node)}: keys must be words, but this one is {key!r}.")
             if key in built:
@@ -57,4 +57,4 @@ def _build(loader: yaml.SafeLoader, node: yaml.Node, path: Path, lines: dict[Pat
         return built
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, item, (*path, i), lines, source) for i, item in enumerate(node.value)]
-    return loader.construct_object(node)  # type: ignore[no-untyped-call]
+    return loader.construct_object(node)

@@ -28,8 +28,8 @@ class KeepAll(Allocator):
 
 
 class TopK(Allocator):
-    """Keeps the tokens of highest score, equally many in every layer and head. What is left over when the budget does not
-    divide by layers and heads stays unspent."""
+    """Keeps the tokens of highest score, equally many in every layer and head. What is left over when the budget does
+    not divide by layers and heads stays unspent."""
 
     name: Literal["top_k"] = "top_k"
     merges: ClassVar[bool] = False

@@ -22,8 +22,8 @@ class Reference(Kernel):
 
 
 class Sdpa(Kernel):
-    """Decodes the part, then attends it with torch's fused attention: one call if every head holds equally many entries,
-    else one call a head. Entries held densely are attended where they lie."""
+    """Decodes the part, then attends it with torch's fused attention: one call if every head holds equally many
+    entries, else one call a head. Entries held densely are attended where they lie."""
 
     name: Literal["sdpa"] = "sdpa"
 

@@ -1,5 +1,5 @@
-"""The attention function registered with transformers. It reads its state from the cache layer that comes with the call,
-so models and caches can be used in any order; without one it is the model's ordinary attention."""
+"""The attention function registered with transformers. It reads its state from the cache layer that comes with the
+call, so models and caches can be used in any order; without one it is the model's ordinary attention."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BASES = ("sdpa", "eager")
 
 
 def use_kvframe_attention(model: PreTrainedModel) -> None:
-    """Set the model's attention implementation to kvframe's, which does what the one before did wherever no kvframe cache
-    is in play. Raises ModelError for an implementation without a counterpart."""
+    """Set the model's attention implementation to kvframe's, which does what the one before did wherever no kvframe
+    cache is in play. Raises ModelError for an implementation without a counterpart."""
     current = model.config._attn_implementation or "sdpa"
     if current.startswith(PREFIX):
         return
@@ -63,8 +63,9 @@ def kvframe_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend `query [B, Hq, Q, D]`. `key, value [B, H, R, D]` are the exact end of the cache (all of it before the first
-    compression), `attention_mask` the mask whose last R columns belong to them. Returns `([B, Q, Hq, D], None)`."""
+    """Attend `query [B, Hq, Q, D]`. `key, value [B, H, R, D]` are the exact end of the cache (all of it before the
+    first compression), `attention_mask` the mask whose last R columns belong to them. Returns `([B, Q, Hq, D],
+    None)`."""
     layer: CompressedLayer | None = kwargs.pop(LAYER, None)
     if layer is None:
         return _base(module, base)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -88,7 +89,8 @@ def kvframe_attention(
 
 
 def as_bias(mask: Tensor) -> Tensor:
-    """A boolean mask (True = visible) as fp32 bias of 0 and -inf; a float mask with its lowest values turned to -inf."""
+    """A boolean mask (True = visible) as fp32 bias of 0 and -inf; a float mask with its lowest values turned to
+    -inf."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)

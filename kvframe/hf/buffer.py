@@ -11,8 +11,8 @@ STEP = 32  # columns added at least when the buffer is full
 class Recent:
     """Keys and values `[B, H, R, D]` in a buffer with room at the right.
 
-    The first append takes exactly what it needs; later ones grow the buffer by an eighth, at least 32 columns, so that a
-    step copies nothing proportional to the context (amortised)."""
+    The first append takes exactly what it needs; later ones grow the buffer by an eighth, at least 32 columns, so that
+    a step copies nothing proportional to the context (amortised)."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -73,7 +73,8 @@ class Recent:
 
 
 class Tail:
-    """The last `limit` columns ("all" = every one) of tensors that come a few columns at a time, along dimension `dim`."""
+    """The last `limit` columns ("all" = every one) of tensors that come a few columns at a time, along dimension
+    `dim`."""
 
     def __init__(self, limit: int | str, dim: int) -> None:
         self.limit, self.dim = limit, dim

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvframe.budget import Lengths, Regions, row_lengths, split_regions
 from kvframe.errors import ModelError
 from kvframe.hf.attention import use_kvframe_attention
-from kvframe.hf.info import compressible_layers, model_info
+from kvframe.hf.info import model_info
 from kvframe.hf.layer import CompressedLayer, new_validity
 from kvframe.hf.ledger import Ledger
 from kvframe.hf.watch import Watch
@@ -33,9 +33,8 @@ class CompressedCache(Cache):
     """A transformers cache that compresses itself with a pipeline.
 
     The prompt is compressed over all layers at once before the first single-token step that follows it, or by
-    `compress()`. A later prompt attends what is there and is compressed in its turn. Create it with `pipeline.cache(model)`;
-    one cache serves one batch.
-    """
+    `compress()`. A later prompt attends what is there and is compressed in its turn. Create it with
+    `pipeline.cache(model)`; one cache serves one batch."""
 
     def __init__(
         self,
@@ -55,11 +54,11 @@ class CompressedCache(Cache):
         self.prefix_length = prefix_length
         self.suffix_length = pipeline.spec.protect.suffix if suffix_length is None else suffix_length
         self.needs = pipeline.needs if _needs is None else _needs
-        layers = DynamicCache(config=model.config).layers
-        for index in compressible_layers(model):
-            layers[index] = CompressedLayer(self, self.needs)
+        self.compressed_layers = [CompressedLayer(self, self.needs) for _ in self.info.layer_ids]
+        layers: list[Any] = DynamicCache(config=model.config).layers
+        for index, layer in zip(self.info.layer_ids, self.compressed_layers, strict=True):
+            layers[index] = layer
         super().__init__(layers=layers)
-        self.compressed_layers: list[CompressedLayer] = [layers[i] for i in self.info.layer_ids]
         self.ledger = Ledger()
         self.valid: Tensor | None = None  # bool [B, R], the recent columns that hold an exact token
         self.positions: Tensor | None = None  # int64 [B, R]
@@ -72,7 +71,8 @@ class CompressedCache(Cache):
         if self._watch.wanted and _watch is None:
             self._watch.attach(model, self)
 
-    # --- while the model runs -------------------------------------------------------------------------------------------
+    # --- while the model runs
+    # -------------------------------------------------------------------------------------------
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -125,13 +125,14 @@ class CompressedCache(Cache):
             self.recent_validity_bias = bias[:, None, None, :]
             self.trailing_padding = int(valid.flip(1).cumsum(1).eq(0).sum(1).max())
 
-    # --- compression ----------------------------------------------------------------------------------------------------
+    # --- compression
+    # ----------------------------------------------------------------------------------------------------
 
     def compress(self, suffix_length: Lengths | None = None) -> None:
         """Compress what is pending: everything but prefix, sinks, recent window and suffix.
 
-        `suffix_length` overrides the cache's for this call: 0 compresses before the question is seen. Raises BudgetError,
-        InputError or StageError; the cache is then as it was."""
+        `suffix_length` overrides the cache's for this call: 0 compresses before the question is seen. Raises
+        BudgetError, InputError or StageError; the cache is then as it was."""
         if self.valid is None or self.positions is None:
             return
         begin = time.perf_counter()
@@ -202,7 +203,8 @@ class CompressedCache(Cache):
         self._states = result.states
         self._note_validity()
 
-    # --- the rest -------------------------------------------------------------------------------------------------------
+    # --- the rest
+    # -------------------------------------------------------------------------------------------------------
 
     def report(self) -> CacheReport:
         """Tokens, entries, measured bytes and ratios, as of now."""
@@ -224,7 +226,8 @@ class CompressedCache(Cache):
 
 
 class Prefill(CompressedCache):
-    """A prompt read once for several pipelines: run the model with `cache=prefill`, then `fork` a cache for each pipeline.
+    """A prompt read once for several pipelines: run the model with `cache=prefill`, then `fork` a cache for each
+    pipeline.
 
     It observes what any of them needs and compresses nothing itself."""
 
@@ -241,7 +244,8 @@ class Prefill(CompressedCache):
     def fork(
         self, pipeline: Pipeline, prefix_length: Lengths = 0, suffix_length: Lengths | None = None
     ) -> CompressedCache:
-        """A cache of its own for `pipeline`, which has seen what this one has. Storage is shared until one of them writes.
+        """A cache of its own for `pipeline`, which has seen what this one has. Storage is shared until one of them
+        writes.
 
         Hidden states and surprisal are watched up to here only."""
         other = CompressedCache(pipeline, self._model, prefix_length, suffix_length, _watch=self._watch.fork())

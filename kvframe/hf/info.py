@@ -26,8 +26,8 @@ def compressible_layers(model: PreTrainedModel) -> tuple[int, ...]:
     if not found:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
         raise ModelError(
-            f"{type(model).__name__} has no layer with full attention (its cache layers are: {kinds}), so there is nothing "
-            "to compress; for a model with a sliding window, set config.sliding_window = None before loading if it allows it."
+            f"{type(model).__name__} has no layer with full attention (its cache layers are: {kinds}), so nothing "
+            "can be compressed; if the model allows it, set config.sliding_window = None before loading."
         )
     return found
 
@@ -39,9 +39,8 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
     if not getattr(model, "_supports_attention_backend", False):
         raise _unknown(model, "it does not take its attention function from transformers' AttentionInterface")
     layer_ids = compressible_layers(model)
-    attention = {
-        m.layer_idx: m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and _has_o(m)
-    }
+    known: list[Any] = [m for m in model.modules() if _is_attention(m)]
+    attention = {module.layer_idx: module for module in known}
     missing = [i for i in layer_ids if i not in attention]
     if missing:
         raise _unknown(model, f"layer {missing[0]} has no attention module with o_proj, head_dim and scaling")
@@ -63,15 +62,12 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
     )
 
 
-def _has_o(module: nn.Module) -> bool:
-    return (
-        isinstance(getattr(module, "o_proj", None), nn.Linear)
-        and hasattr(module, "head_dim")
-        and hasattr(module, "scaling")
-    )
+def _is_attention(module: nn.Module) -> bool:
+    has_all = all(hasattr(module, name) for name in ("layer_idx", "head_dim", "scaling"))
+    return has_all and isinstance(getattr(module, "o_proj", None), nn.Linear)
 
 
-def _rope(model: PreTrainedModel, attention: nn.Module) -> Rope:
+def _rope(model: PreTrainedModel, attention: Any) -> Rope:
     """The model's rotation, held against what the model's own function does."""
     rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and "vision" not in n), None)
     function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
@@ -104,6 +100,6 @@ def _rope(model: PreTrainedModel, attention: nn.Module) -> Rope:
 
 def _unknown(model: PreTrainedModel, reason: str) -> ModelError:
     return ModelError(
-        f"{type(model).__name__} has no attention contract that kvframe knows: {reason}; use a model with standard rotary "
+        f"{type(model).__name__} has no attention contract that kvframe knows: {reason}; use a model with plain rotary "
         "attention such as Llama, Qwen, Mistral or Gemma 3."
     )

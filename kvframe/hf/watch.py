@@ -1,5 +1,5 @@
-"""Watches what the attention function cannot see: residual hidden states and surprisal. Forward hooks stand on the model
-only while a cache lives whose stages ask for them, and they look only at calls made with that cache."""
+"""Watches what the attention function cannot see: residual hidden states and surprisal. Forward hooks stand on the
+model only while a cache lives whose stages ask for them, and they look only at calls made with that cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CHUNK = 256  # tokens whose logits are held at once
 
 
 class Watch:
-    """Hidden states `[B, T, hidden]` at the asked depths, and surprisal `[B, T]`, of the tokens in the recent buffer."""
+    """Hidden states `[B, T, hidden]` at the asked depths, and surprisal `[B, T]`, of the tokens in the recent
+    buffer."""
 
     def __init__(self, needs: Needs) -> None:
         self.hidden = {depth: Tail("all", 1) for depth in needs.hidden_states}

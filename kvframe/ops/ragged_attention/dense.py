@@ -14,8 +14,8 @@ def dense_attention(
     """Return `(out [B, Hq, Q, D], lse [B, Hq, Q])` in fp32 for `query [B, Hq, Q, D]` on `keys, values [B, H, n, D]`.
 
     `bias` broadcasts to `[B, H, Q, n]` and is added to the logits (fp32; -inf masks); None = attend everything. A query
-    that may see nothing gives out 0 and lse -inf. On a CPU torch's fused kernel is used where it applies; elsewhere scores
-    are formed in blocks of queries, at most 64 MiB at a time."""
+    that may see nothing gives out 0 and lse -inf. On a CPU torch's fused kernel is used where it applies; elsewhere
+    scores are formed in blocks of queries, at most 64 MiB at a time."""
     batch, query_heads, length, dim = query.shape
     heads, n = keys.shape[1], keys.shape[2]
     if n == 0:

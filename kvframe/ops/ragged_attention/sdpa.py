@@ -27,5 +27,5 @@ def ragged_attention(query: Tensor, entries: Entries, scale: float) -> tuple[Ten
         out, lse = dense_attention(grouped[pair], keys, values, scale, bias)
         outs.append(out)
         lses.append(lse)
-    shape = (batch, query_heads, length)
-    return torch.cat(outs).reshape(*shape, dim), torch.cat(lses).reshape(shape)
+    rows = (batch, query_heads, length)
+    return torch.cat(outs).reshape(*rows, dim), torch.cat(lses).reshape(rows)
