@@ -33,17 +33,18 @@ def dense_attention(
         shape = (batch, query_heads, length)
         return out.float().reshape(*shape, dim), lse.reshape(shape)
     grouped = query.reshape(batch, heads, group, length, dim)
+    keys32, values32 = keys[:, :, None].float(), values[:, :, None].float()  # a product in bf16 would round each logit
     step = max(1, BLOCK_ELEMENTS // max(1, batch * query_heads * n))
     outs, lses = [], []
     for begin in range(0, length, step):
         block = grouped[:, :, :, begin : begin + step]  # [B, H, G, q, D]
-        logits = (block @ keys[:, :, None].transpose(-1, -2)).float() * scale  # [B, H, G, q, n]
+        logits = block.float() @ keys32.transpose(-1, -2) * scale  # [B, H, G, q, n]
         if bias is not None:
             part = bias if bias.shape[-2] == 1 else bias[..., begin : begin + step, :]
             logits = logits + part.float()[:, :, None]
         lse = logits.logsumexp(-1)
         weights = (logits - torch.where(lse.isinf(), torch.zeros_like(lse), lse)[..., None]).exp()
-        outs.append(weights @ values[:, :, None].float())
+        outs.append(weights @ values32)
         lses.append(lse)
     shape = (batch, query_heads, length)
     return torch.cat(outs, 3).reshape(*shape, dim), torch.cat(lses, 3).reshape(shape)

@@ -1,0 +1,156 @@
+"""Ragged attention: every implementation against fp64, and the laws of attention over parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframe.errors import InputError
+from kvframe.ops import dense_attention, merge_attention, ragged_attention
+from kvframe.types import Entries
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "batch": st.integers(1, 3),
+        "heads": st.integers(1, 3),
+        "group": st.integers(1, 4),
+        "length": st.integers(1, 5),
+        "dim": st.sampled_from([8, 16, 24]),
+        "seed": st.integers(0, 10**6),
+        "uniform": st.booleans(),
+        "weighted": st.booleans(),
+    }
+)
+
+
+def make(batch, heads, group, length, dim, seed, uniform, weighted, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    if uniform:
+        counts = torch.full((batch * heads,), int(torch.randint(0, 9, (), generator=generator)))
+    else:
+        counts = torch.randint(0, 9, (batch * heads,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+    total = int(offsets[-1])
+    keys, values = (torch.randn(total, dim, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    log_multiplicity = torch.rand(total, generator=generator) * 3 if weighted else None
+    query = torch.randn(batch, heads * group, length, dim, generator=generator, dtype=torch.float64).to(dtype)
+    return query, Entries(offsets, keys, values, log_multiplicity)
+
+
+def spelled_out(query, entries, scale):
+    """Attention written with loops over everything, in fp64."""
+    batch, query_heads, length, dim = query.shape
+    heads = (len(entries.offsets) - 1) // batch
+    out = torch.zeros(batch, query_heads, length, dim, dtype=torch.float64)
+    lse = torch.full((batch, query_heads, length), -torch.inf, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(query_heads):
+            pair = b * heads + h // (query_heads // heads)
+            rows = range(int(entries.offsets[pair]), int(entries.offsets[pair + 1]))
+            for t in range(length):
+                weights = []
+                for r in rows:
+                    bias = 0.0 if entries.log_multiplicity is None else float(entries.log_multiplicity[r])
+                    weights.append(torch.exp(query[b, h, t].double() @ entries.keys[r].double() * scale + bias))
+                if weights:
+                    total = sum(weights)
+                    lse[b, h, t] = total.log()
+                    out[b, h, t] = (
+                        sum(w * entries.values[r].double() for w, r in zip(weights, rows, strict=True)) / total
+                    )
+    return out, lse
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES)
+def test_reference_is_attention(shape):
+    query, entries = make(**shape)
+    for got, wanted in zip(
+        ragged_attention(query, entries, 0.3, "reference"), spelled_out(query, entries, 0.3), strict=True
+    ):
+        assert torch.allclose(got, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@settings(max_examples=40, deadline=None)
+@given(shape=SHAPES)
+def test_sdpa_matches_the_reference(dtype, shape):
+    query, entries = make(**shape, dtype=dtype)
+    wanted_out, wanted_lse = ragged_attention(query, entries, 0.3, "reference")
+    out, lse = ragged_attention(query, entries, 0.3, "sdpa")
+    assert out.dtype == lse.dtype == torch.float32
+    # The fused kernel rounds weights and output to the dtype; values are below 5, logits below 50.
+    eps = max(torch.finfo(dtype).eps, 2e-6)
+    assert torch.allclose(out, wanted_out, atol=8 * eps, rtol=2 * eps)
+    assert torch.allclose(lse, wanted_lse, atol=1e-4, rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SHAPES)
+def test_multiplicity_k_is_k_copies(shape):
+    query, entries = make(**{**shape, "weighted": False})
+    copies = 3
+    counted = Entries(
+        entries.offsets, entries.keys, entries.values, torch.full((len(entries.keys),), copies).double().log()
+    )
+    repeated = Entries(
+        entries.offsets * copies, entries.keys.repeat_interleave(copies, 0), entries.values.repeat_interleave(copies, 0)
+    )
+    for impl, tolerance in (("reference", 1e-12),):
+        for a, b in zip(
+            ragged_attention(query, counted, 0.3, impl), ragged_attention(query, repeated, 0.3, impl), strict=True
+        ):
+            assert torch.allclose(a, b, atol=tolerance)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SHAPES, st.integers(0, 8))
+def test_split_then_merge_is_the_whole(shape, cut):
+    query, entries = make(**shape)
+    parts = []
+    for side in range(2):
+        rows, counts = [], []
+        for begin, end in zip(entries.bounds, entries.bounds[1:], strict=False):
+            middle = min(begin + cut, end)
+            chosen = range(begin, middle) if side == 0 else range(middle, end)
+            rows += chosen
+            counts.append(len(chosen))
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), torch.tensor(counts).cumsum(0)])
+        log_multiplicity = None if entries.log_multiplicity is None else entries.log_multiplicity[rows]
+        parts.append(
+            ragged_attention(
+                query, Entries(offsets, entries.keys[rows], entries.values[rows], log_multiplicity), 0.3, "reference"
+            )
+        )
+    whole = ragged_attention(query, entries, 0.3, "reference")
+    for merged, wanted in zip(merge_attention(parts), whole, strict=True):
+        assert torch.allclose(merged, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("block", [1 << 24, 64])
+def test_dense_attention_with_a_mask(block, monkeypatch):
+    import importlib
+
+    dense = importlib.import_module("kvframe.ops.ragged_attention.dense")
+    monkeypatch.setattr(dense, "BLOCK_ELEMENTS", block)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 6, 5, 8, generator=generator)
+    keys, values = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))
+    mask = torch.rand(2, 1, 5, 9, generator=generator) > 0.4
+    mask[1, 0, 3] = False  # this query sees nothing
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    out, lse = dense_attention(query, keys, values, 0.3, bias)
+    logits = query.view(2, 2, 3, 5, 8) @ keys[:, :, None].mT * 0.3 + bias[:, :, None]
+    assert torch.allclose(lse, logits.logsumexp(-1).view(2, 6, 5), atol=1e-5)
+    wanted = (logits.softmax(-1).nan_to_num(0) @ values[:, :, None]).view(2, 6, 5, 8)
+    assert torch.allclose(out, wanted, atol=1e-5)
+    assert out[1, :, 3].abs().max() == 0
+
+
+def test_an_unknown_implementation_is_named():
+    with pytest.raises(InputError, match="no implementation 'cuda'; there are: auto, reference, sdpa"):
+        ragged_attention(
+            torch.zeros(1, 1, 1, 8), Entries(torch.tensor([0, 0]), torch.zeros(0, 8), torch.zeros(0, 8)), 1.0, "cuda"
+        )

@@ -1,0 +1,92 @@
+"""Regions and the budget's arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import info
+
+from kvframe.budget import entry_budget, split_regions
+from kvframe.errors import BudgetError, InputError
+from kvframe.spec import Budget, Protect
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    st.integers(0, 6),
+    st.integers(0, 9),
+    st.integers(0, 3),
+    st.integers(0, 5),
+    st.integers(0, 10**6),
+)
+def test_regions_share_out_the_tokens(lengths, sink, recent, prefix, suffix, seed):
+    generator = torch.Generator().manual_seed(seed)
+    columns = max(lengths) + 4
+    valid = torch.zeros(len(lengths), columns, dtype=torch.bool)
+    for row, length in enumerate(lengths):  # padding anywhere
+        valid[row, torch.randperm(columns, generator=generator)[:length]] = True
+    prefix, suffix = min(prefix, min(lengths)), min(suffix, max(0, min(lengths) - prefix))
+    regions = split_regions(valid, Protect(sink=sink, recent=recent), prefix, suffix)
+    together = regions.sinks.int() + regions.body.int() + regions.tail.int()
+    assert torch.equal(together, valid.int())
+    for row, length in enumerate(lengths):
+        tokens = valid[row].nonzero()[:, 0].tolist()
+        tail = tokens[max(prefix, length - suffix - recent) :]
+        first = [t for t in tokens[: max(sink, prefix)] if t not in tail]
+        assert regions.tail[row].nonzero()[:, 0].tolist() == tail
+        assert regions.sinks[row].nonzero()[:, 0].tolist() == first
+        assert int(regions.context[row]) == length - prefix - suffix
+        assert int(regions.charged[row]) == len([t for t in first if t not in tokens[:prefix]]) + len(tail) - suffix
+    if regions.tail_columns:
+        assert not regions.tail[:, : columns - regions.tail_columns].any()
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=3), st.floats(1, 8))
+def test_a_ratio_is_never_exceeded(lengths, ratio):
+    valid = torch.stack([torch.arange(300) >= 300 - length for length in lengths])
+    regions, model = split_regions(valid, Protect(sink=1, recent=2)), info()
+    try:
+        body, total = entry_budget(Budget(ratio=ratio), regions, model, 4, 8 * 2 * 32)
+    except BudgetError:
+        assert any(length < 3 * ratio for length in lengths)
+        return
+    for row, length in enumerate(lengths):
+        if regions.body[row].any():
+            assert int(body[row]) + 4 * int(regions.charged[row]) == int(total[row]) == int(4 * length / ratio)
+        else:
+            assert int(body[row]) == 0
+
+
+def test_ratio_one_keeps_everything():
+    valid = torch.ones(2, 50, dtype=torch.bool)
+    regions, model = split_regions(valid, Protect()), info()
+    body, _ = entry_budget(Budget(ratio=1), regions, model, 4, 512)
+    assert torch.equal(body, 4 * regions.body.sum(1))
+
+
+def test_entries_and_bytes():
+    valid = torch.ones(1, 200, dtype=torch.bool)
+    regions, model = split_regions(valid, Protect(sink=2, recent=8)), info()
+    body, total = entry_budget(Budget(entries=50), regions, model, 4, 512)
+    assert (int(body), int(total)) == (4 * 40, 4 * 50)
+    # One exact entry takes 2 * 8 values of 4 bytes; a coded one 10 bytes here.
+    body, total = entry_budget(Budget(bytes=4000), regions, model, 4, 80)
+    assert int(body) == (4000 - 4 * 10 * 64) // 10
+    body, _ = entry_budget(Budget(bytes=10**9), regions, model, 4, 80)
+    assert int(body) == 4 * 190
+
+
+def test_messages():
+    valid = torch.ones(2, 40, dtype=torch.bool)
+    with pytest.raises(InputError, match="exceed the 40 tokens of row 0"):
+        split_regions(valid, Protect(), 20, 21)
+    with pytest.raises(InputError, match="one for each of the 2 rows, but 3 came"):
+        split_regions(valid, Protect(), 0, [1, 2, 3])
+    with pytest.raises(InputError, match="must not be negative"):
+        split_regions(valid, Protect(), 0, -1)
+    with pytest.raises(BudgetError, match=r"row 0 \(40 context tokens\) is 10.0 entries per head, below its 36"):
+        entry_budget(Budget(ratio=4), split_regions(valid, Protect()), info(), 4, 512)
+    with pytest.raises(BudgetError, match="below its 36 protected"):
+        entry_budget(Budget(bytes=100), split_regions(valid, Protect()), info(), 4, 512)
