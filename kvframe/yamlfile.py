@@ -17,8 +17,9 @@ def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path, int]]
     Only plain YAML is read. Raises SpecError, naming `source` and the line, for broken YAML, a document that is no
     mapping, duplicate keys, anchors and aliases, and tags that name a type."""
     lines: dict[Path, int] = {}
-    loader = yaml.SafeLoader(text)
+    loader: yaml.SafeLoader | None = None
     try:
+        loader = yaml.SafeLoader(text)
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
                 raise SpecError(f"{_at(source, event)}: anchors and aliases are not allowed; write the value out.")
@@ -35,7 +36,8 @@ def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path, int]]
     except yaml.YAMLError as error:
         raise SpecError(f"{source}: not valid YAML: {' '.join(str(error).split())}.") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _at(source: str, marked: Any) -> str:

@@ -1,0 +1,118 @@
+"""One test for each fact of transformers that kvframe builds on: when one fails, the transformers layer must follow."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from tiny import MODELS, batch, tiny_model
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import create_causal_mask
+
+
+class Spy(DynamicLayer):
+    """Notes what a model passes to `update`."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.passed = kwargs
+        kwargs["kwargs"]["kvframe_probe"] = self
+        return super().update(key_states, value_states)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_update_gets_the_dict_that_reaches_the_attention_function(name):
+    model, seen = tiny_model(name), []
+
+    def attention(module, query, key, value, mask, **kwargs):
+        seen.append((kwargs.get("kvframe_probe"), kwargs.get("position_ids")))
+        return AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("probe", attention)
+    AttentionMaskInterface.register("probe", AttentionMaskInterface()["sdpa"])
+    model.set_attn_implementation("probe")
+    cache = Cache(layers=[Spy() for _ in range(3)])
+    model(**batch([9]), cache=cache)
+    assert [probe for probe, _ in seen] == cache.layers
+    assert all(torch.equal(positions, torch.arange(9)[None]) for _, positions in seen)
+
+
+def test_an_attention_name_without_a_mask_function_gets_no_mask():
+    model, masks = tiny_model("llama"), []
+
+    def attention(module, query, key, value, mask, **kwargs):
+        masks.append(mask)
+        return AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("maskless_probe", attention)
+    model.set_attn_implementation("maskless_probe")
+    model(**batch([9, 5]))
+    assert masks
+    assert all(mask is None for mask in masks)
+
+
+def test_masks_follow_the_sizes_that_the_cache_gives():
+    model = tiny_model("llama")
+
+    class Short(DynamicLayer):
+        def get_mask_sizes(self, query_length):
+            return 4 + query_length, 6
+
+        def get_seq_length(self):
+            return 10
+
+    padding = torch.ones(1, 13, dtype=torch.long)
+    padding[0, 7] = 0
+    embeds = torch.zeros(1, 3, 64)
+    mask = create_causal_mask(model.config, embeds, padding, Cache(layers=[Short()]))
+    expected = torch.ones(3, 7, dtype=torch.bool).tril(4)
+    expected[:, 1] = False  # column 7 of the sequence is column 1 of the mask
+    assert torch.equal(mask[0, 0], expected)
+
+
+def test_the_logical_length_drives_positions():
+    model = tiny_model("llama")
+
+    class Long(DynamicLayer):
+        def get_seq_length(self):
+            return 100
+
+        def get_mask_sizes(self, query_length):
+            return query_length, 100
+
+        def update(self, key_states, value_states, *args, **kwargs):
+            self.positions = kwargs["kwargs"]["position_ids"]
+            return super().update(key_states, value_states)
+
+    cache = Cache(layers=[Long() for _ in range(3)])
+    model(torch.tensor([[5, 6]]), cache=cache)
+    assert cache.layers[0].positions.tolist() == [[100, 101]]
+
+
+def test_layer_classes_tell_sliding_from_full_attention():
+    kinds = [type(layer) for layer in DynamicCache(config=tiny_model("gemma3").config).layers]
+    assert kinds == [DynamicSlidingWindowLayer, DynamicLayer, DynamicLayer]
+
+
+def test_the_argument_is_called_cache():
+    model = tiny_model("llama")
+    assert "cache" in inspect.signature(type(model).forward.__wrapped__).parameters
+    assert "cache_position" not in inspect.signature(type(model).forward.__wrapped__).parameters
+
+
+def test_crop_takes_tokens_to_remove():
+    layer = DynamicLayer()
+    layer.update(torch.zeros(1, 1, 9, 2), torch.zeros(1, 1, 9, 2))
+    layer.crop(-2)
+    assert layer.get_seq_length() == 7
+
+
+def test_the_fused_cpu_kernel_returns_the_log_sum_exp():
+    query, keys, values = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    bias = torch.rand(1, 1, 1, 7)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(query, keys, values, 0.0, False, attn_mask=bias, scale=0.3)
+    logits = query @ keys.mT * 0.3 + bias
+    assert torch.allclose(lse, logits.logsumexp(-1), atol=1e-6)
+    assert torch.allclose(out, logits.softmax(-1) @ values, atol=1e-6)
