@@ -185,6 +185,18 @@ def test_a_larger_budget_keeps_a_superset(allocator: Allocator, case: dict, more
 
 @pytest.mark.parametrize("beta", [1.0, 3.0, 20.0])
 @SETTINGS
+@given(case=cases(), more=st.integers(0, 20))
+def test_a_larger_budget_costs_a_pyramid_layer_one_token_at_most(
+    beta: float, case: dict, more: int, make_prompts
+) -> None:
+    observation, _, _, _, budget = set_up(case, make_prompts)
+    pyramid = Pyramid(beta=beta)
+    small, large = (pyramid.layer_counts(observation, b) for b in (budget, budget + more))
+    assert (large >= small - 1).all()
+
+
+@pytest.mark.parametrize("beta", [1.0, 3.0, 20.0])
+@SETTINGS
 @given(case=cases())
 def test_pyramid_is_linear_in_depth(beta: float, case: dict, make_prompts) -> None:
     observation, _, segments, scores, budget = set_up(case, make_prompts)
