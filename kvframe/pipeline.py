@@ -53,10 +53,9 @@ class Pipeline:
         """What must be observed for all stages."""
         return reduce(or_, (stage.needs for stage in self.stages))
 
-    def bind(self, model: ModelInfo) -> None:
-        """Let every stage check the model. Raises what the stages raise."""
-        for stage in self.stages:
-            stage.bind(model)
+    def bind(self, model: ModelInfo) -> Any:
+        """Let every stage check the model; return what the encoder loaded for it. Raises what the stages raise."""
+        return {stage.kind: stage.bind(model) for stage in self.stages}["encoder"]
 
     def entry_bits(self, model: ModelInfo, itemsize: int) -> float:
         """Bits that one entry of the body costs: the encoder's, and the metadata that must be held with it."""
@@ -84,14 +83,20 @@ class Pipeline:
         return plan
 
     def run(
-        self, observation: Observation, budget: Tensor, sinks: Tensor | None = None, states: Sequence[Any] | None = None
+        self,
+        observation: Observation,
+        budget: Tensor,
+        sinks: Tensor | None = None,
+        states: Sequence[Any] | None = None,
+        bound: Any = None,
     ) -> Compressed:
         """Compress the observation's body; keep the tokens where `sinks` (bool `[B, T]`) is True exactly.
 
-        `states` are the encoder's from an earlier run; None = fit on this observation."""
+        `states` are the encoder's from an earlier run; None = fit on this observation and on `bound`, which `bind`
+        returned."""
         plan = self.plan(observation, budget)
         encoder = self.spec.encoder
-        states = encoder.fit(observation) if states is None else states
+        states = encoder.fit(observation, bound) if states is None else states
         layers = []
         for index, layer in enumerate(observation.layers):
             parts: tuple[Part, ...] = ()

@@ -9,15 +9,16 @@ from kvframe.types import Encoded, Part
 
 
 def append_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
-    """Return `parts` with `new` behind them, joined to the last one if both are coded row by row in the same way: fewer
-    parts mean fewer kernel calls a step."""
-    if parts and parts[-1].encoder == new.encoder and new.encoder.block == 1 and parts[-1].state is new.state:
-        joined = join_encoded(parts[-1].encoded, new.encoded)
-        return (*parts[:-1], Part(joined, new.encoder, new.state))
+    """Return `parts` with `new` behind them, joined to the last one if their encoder can do it: fewer parts mean fewer
+    kernel calls a step."""
+    if parts and parts[-1].encoder == new.encoder and parts[-1].state is new.state:
+        joined = new.encoder.join(parts[-1].encoded, new.encoded)
+        if joined is not None:
+            return (*parts[:-1], Part(joined, new.encoder, new.state))
     return (*parts, new)
 
 
-def join_encoded(first: Encoded, second: Encoded) -> Encoded:
+def join_rows(first: Encoded, second: Encoded) -> Encoded:
     """Return the codes that hold, for each (b, h), the rows of `first` and then those of `second`.
 
     Both must be of one format whose codes are all `[N, …]`, one row an entry."""

@@ -13,12 +13,13 @@ or two pure methods are the behaviour. A plugin subclasses one of these, gives i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from kvframe.ragged import join_rows
 from kvframe.types import Encoded, Entries, ModelInfo, Needs, Observation, Part, Plan, Segments
 
 
@@ -42,9 +43,11 @@ class Stage(BaseModel, ABC):
         """What must be observed for this stage. Default: keys and values only, which are always there."""
         return Needs()
 
-    def bind(self, model: ModelInfo) -> None:
-        """Called once, before the prefill, with the model that is to be compressed. A stage that cannot serve it raises
-        a KvframeError here, so that nothing fails in the middle of a generation."""
+    def bind(self, model: ModelInfo) -> Any:
+        """Called once for a cache, before the prefill, with the model that is to be compressed. A stage that cannot
+        serve it, or whose artefact is missing or foreign, raises a KvframeError here, so that nothing fails in the
+        middle of a generation. What an encoder returns is handed to its `fit`."""
+        return None
 
 
 class Segmenter(Stage):
@@ -108,8 +111,9 @@ class Encoder(Stage):
         """KV heads coded together: 1 = each by itself, 0 = all of a layer."""
         return 1
 
-    def fit(self, observation: Observation) -> Sequence[Any]:
-        """Return what is learned from the observation, one state per layer. Default: nothing."""
+    def fit(self, observation: Observation, bound: Any = None) -> Sequence[Any]:
+        """Return what is learned from the observation, or taken from `bound` (what `bind` returned), one state per
+        layer. Called at a cache's first compression; later blocks are coded with the same states. Default: nothing."""
         return [()] * len(observation.layers)
 
     @abstractmethod
@@ -119,6 +123,16 @@ class Encoder(Stage):
     @abstractmethod
     def decode(self, encoded: Encoded, state: Any) -> Entries:
         """Return the entries again, in the dtype they came in."""
+
+    def tiles(self, encoded: Encoded, state: Any) -> Iterator[Entries]:
+        """Yield the entries piece by piece, each piece ragged over all (b, h): their union, in any order, is what
+        `decode` gives. A kernel that attends tiles never rebuilds the whole cache. Default: one piece."""
+        yield self.decode(encoded, state)
+
+    def join(self, first: Encoded, second: Encoded) -> Encoded | None:
+        """Return the codes of `first` followed by those of `second` in each (b, h), both made with one state, or None
+        if they must stay apart. Default: joined row by row if every code has one row an entry (`block` 1)."""
+        return join_rows(first, second) if self.block == 1 else None
 
     @abstractmethod
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:

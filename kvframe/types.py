@@ -6,7 +6,7 @@ one batch row next to each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -272,3 +272,7 @@ class Part:
     def decode(self) -> Entries:
         """The entries, rebuilt."""
         return self.encoder.decode(self.encoded, self.state)
+
+    def tiles(self) -> Iterator[Entries]:
+        """The entries, rebuilt piece by piece."""
+        return self.encoder.tiles(self.encoded, self.state)

@@ -13,7 +13,7 @@ from tiny import info, observation
 from kvframe.builtin.encoders import Dense, Int8
 from kvframe.errors import StageError
 from kvframe.execute import check_plan, execute
-from kvframe.ragged import join_encoded
+from kvframe.ragged import join_rows
 from kvframe.types import LayerPlan, Plan
 
 
@@ -128,7 +128,7 @@ def test_joining_codes_is_coding_the_joined(lengths, seed, encoder):
         for side in (cut, ~cut)
     ]
     whole = encoder.encode(execute(LayerPlan.keep(first), layer, seen.positions, seen.model.rope), ())
-    joined = join_encoded(*parts)
+    joined = join_rows(*parts)
     assert joined.bounds == whole.bounds
     assert torch.equal(joined.positions, whole.positions)
     for name, codes in whole.codes.items():
@@ -143,4 +143,4 @@ def test_joining_counts_missing_multiplicities_as_one():
     merged = LayerPlan(torch.tensor([-1, -1, 0, 0, 0, -1], dtype=torch.int32).expand(1, 2, 6), torch.ones(1, 2).long())
     encoder, rope = Dense(), info().rope
     parts = [encoder.encode(execute(p, layer, seen.positions, rope), ()) for p in (LayerPlan.keep(kept), merged)]
-    assert join_encoded(*parts).log_multiplicity.exp().round().tolist() == [1, 1, 3, 1, 1, 3]
+    assert join_rows(*parts).log_multiplicity.exp().round().tolist() == [1, 1, 3, 1, 1, 3]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvframe.ops import ragged_attention
+from kvframe.ops import merge_attention, ragged_attention
 from kvframe.stages import Kernel
 from kvframe.types import Part
 
@@ -22,14 +22,14 @@ class Reference(Kernel):
 
 
 class Sdpa(Kernel):
-    """Decodes the part, then attends it with torch's fused attention: one call if every head holds equally many
-    entries, else one call a head. Entries held densely are attended where they lie."""
+    """Decodes the part tile by tile and attends each with torch's fused attention: one call if every head holds
+    equally many entries, else one call a head. Entries held densely are attended where they lie."""
 
     name: Literal["sdpa"] = "sdpa"
 
     def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
         """See Kernel.attend."""
-        return ragged_attention(query, part.decode(), scale, impl="sdpa")
+        return merge_attention([ragged_attention(query, tile, scale, impl="sdpa") for tile in part.tiles()])
 
 
 class Auto(Kernel):

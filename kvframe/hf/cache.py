@@ -49,7 +49,7 @@ class CompressedCache(Cache):
         self.pipeline = pipeline
         self.kernel = pipeline.spec.attention
         self.info = model_info(model)
-        pipeline.bind(self.info)
+        self._bound = pipeline.bind(self.info)
         use_kvframe_attention(model)
         self.prefix_length = prefix_length
         self.suffix_length = pipeline.spec.protect.suffix if suffix_length is None else suffix_length
@@ -153,7 +153,7 @@ class CompressedCache(Cache):
         bits = self.pipeline.entry_bits(self.info, itemsize)
         budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits)
         observation = self._observe(regions)
-        result = self.pipeline.run(observation, budget, regions.sinks, self._states)
+        result = self.pipeline.run(observation, budget, regions.sinks, self._states, self._bound)
         self._adopt(result, regions)
         if self.recent_device.type == "cuda":
             torch.cuda.synchronize(self.recent_device)
