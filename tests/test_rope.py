@@ -30,6 +30,13 @@ def test_products_depend_on_the_distance_alone(distance, shift, seed):
     assert torch.allclose(product(0), product(shift), atol=16 * 4 * 2000 * 2.0**-23)
 
 
+def test_positions_may_have_dimensions_that_the_keys_lack():
+    x, positions = torch.randn(1, 2, 20), torch.tensor([[3, 9], [4, 5], [0, 1]])
+    turned = Rope(INV_FREQ).rotate(x, positions)
+    assert turned.shape == (3, 2, 20)
+    assert torch.equal(turned[1], Rope(INV_FREQ).rotate(x[0], positions[1]))
+
+
 def test_channels_beyond_the_rotated_ones_stay():
     x = torch.randn(1, 2, 20)
     assert torch.equal(Rope(INV_FREQ).rotate(x, torch.tensor([3, 9]))[..., 16:], x[..., 16:])
