@@ -18,7 +18,7 @@ from kvframe.errors import InputError, KvframeError
 from kvframe.eval.contenders import Contender
 from kvframe.eval.measure import Reference, Runner, observe, run_compressed, run_reference
 from kvframe.eval.results import Record, Results
-from kvframe.eval.tasks import Example, Source, Task, make_tasks
+from kvframe.eval.tasks import Example, Source, Task, check_task_names, make_tasks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,8 +54,7 @@ class Settings:
             raise InputError(f"The number of examples must be at least 1, but is {self.limit}.")
         if self.tokens < 1:
             raise InputError(f"The number of tokens must be at least 1, but is {self.tokens}.")
-        if not self.tasks:
-            raise InputError("No task is named; name at least one.")
+        check_task_names(self.tasks)
 
     @property
     def mode(self) -> str:
@@ -186,7 +185,7 @@ def compare(
 
     Raises InputError if the text or the number of tokens does not suit a task or the model. A contender that raises a
     KvframeError is left out from there on and named in `Comparison.failures`."""
-    tasks = make_tasks(list(settings.tasks), Source(tokenizer, text, settings.tokens, settings.seed))
+    tasks = make_tasks(settings.tasks, Source(tokenizer, text, settings.tokens, settings.seed))
     check_length(model, tasks)
     run = _Run(Runner(model, tokenizer, settings.agnostic), settings, contenders, text, results, listener)
     places = [(task, index) for task in tasks for index in range(settings.limit)]

@@ -160,7 +160,9 @@ def run_compressed(reference: Reference, observed: Prefill, pipeline: Pipeline) 
     report = cache.report()
     answer = list(reference.answer)
     timed = _TIMED_STEPS[bool(example.targets)]
-    full, times, full_times = copy.deepcopy(reference.cache), [], []
+    full = copy.deepcopy(reference.cache)
+    times: list[float] = []
+    full_times: list[float] = []
     logits: list[Tensor] = []
     generated: list[int] = []
     token, steps = example.prompt.ids[-1], timed if example.targets else example.new_tokens

@@ -41,7 +41,9 @@ class Results:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open or create the file. Raises InputError if the folder cannot be written or the file holds anything else."""
+        """Open or create the file.
+
+        Raises InputError if the folder cannot be written or the file holds anything else."""
         self.path = folder / "results.jsonl"
         self.notes: list[str] = []
         self._records: dict[str, Record] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from kvframe.errors import InputError
 from kvframe.eval.haystack import Haystack, hide
 from kvframe.eval.prompt import Prompt, Template, chat_template
 from kvframe.eval.vocabulary import KEYS, VALUES
+from kvframe.registry import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -192,8 +193,9 @@ class Continuation(Task):
         last = len(source.ids) - source.tokens - _TARGETS
         if last < 0:
             raise InputError(
-                f"The text is too short for the task '{self.name}': it has {len(source.ids)} tokens, but {source.tokens} "
-                f"of context and {_TARGETS} to continue with are asked for; give fewer tokens or a longer text."
+                f"The text is too short for the task '{self.name}': it has {len(source.ids)} tokens, but "
+                f"{source.tokens} of context and {_TARGETS} to continue with are asked for; give fewer tokens or a longer "
+                "text."
             )
         start = source.random(self.name, index).randint(0, last)
         first = list(source.tokenizer("a", verbose=False).input_ids[:1])
@@ -204,15 +206,20 @@ class Continuation(Task):
         return Example(self.name, index, Prompt(ids, len(begin), 1), targets=targets, metadata={"start": start})
 
 
-def make_tasks(names: list[str], source: Source) -> list[Task]:
-    """The tasks of the given names, in that order.
-
-    Raises InputError for a name that is none of `TASKS`, or one that stands twice."""
+def check_task_names(names: Sequence[str]) -> None:
+    """Raise InputError for no name, a name that is none of `TASKS`, or one that stands twice."""
+    if not names:
+        raise InputError("No task is named; name at least one.")
     for name in names:
         if name not in TASKS:
-            raise InputError(f"There is no task '{name}'; there are: {', '.join(TASKS)}.")
-        if names.count(name) > 1:
+            raise InputError(f"There is no task '{name}'{nearest(name, TASKS)}")
+        if list(names).count(name) > 1:
             raise InputError(f"The task '{name}' stands twice; name it once.")
+
+
+def make_tasks(names: Sequence[str], source: Source) -> list[Task]:
+    """The tasks of the given names, in that order. Raises InputError as `check_task_names` does."""
+    check_task_names(names)
     return [TASKS[name](name, source) for name in names]
 
 
