@@ -146,6 +146,11 @@ class Observation:
                 if (tensor := getattr(layer, name)) is not None:
                     expected = (batch, self.model.query_heads, None, self.model.head_dim)
                     check_shape(f"Observation.layers[{index}]", name, tensor, expected)
+        for depth, states in self.hidden_states.items():
+            check_shape("Observation", f"hidden_states[{depth}]", states, (batch, tokens, None))
+        for name in ("surprisal", "suffix"):
+            if (tensor := getattr(self, name)) is not None:
+                check_shape("Observation", name, tensor, (batch, tokens))
         if bool((self.body & ~self.valid).any()):
             raise StageError("Observation.body must be False wherever Observation.valid is False.")
 

@@ -111,10 +111,14 @@ class Tail:
         columns = whole.shape[self.dim] if columns is None else min(columns, whole.shape[self.dim])
         return whole.narrow(self.dim, whole.shape[self.dim] - columns, columns)
 
+    def take_over(self, other: Tail) -> None:
+        """Hold the same tensors as another tail; they are never written to."""
+        self._pieces = list(other._pieces)
+
     def fork(self) -> Tail:
-        """A second tail on the same tensors; they are never written to."""
+        """A second tail on the same tensors."""
         other = Tail(self.limit, self.dim)
-        other._pieces = list(self._pieces)
+        other.take_over(self)
         return other
 
     def tensors(self) -> list[Tensor]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable
+import weakref
 from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvframe.budget import Lengths, Regions, row_lengths, split_regions
-from kvframe.errors import ModelError
+from kvframe.errors import InputError, ModelError
 from kvframe.hf.attention import use_kvframe_attention
 from kvframe.hf.info import model_info
 from kvframe.hf.layer import CompressedLayer, new_validity
@@ -43,17 +42,17 @@ class CompressedCache(Cache):
         prefix_length: Lengths = 0,
         suffix_length: Lengths | None = None,
         *,
-        _needs: Needs | None = None,
-        _watch: Watch | None = None,
+        needs: Needs | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.kernel = pipeline.spec.attention
+        self._model = weakref.ref(model)
         self.info = model_info(model)
         self._bound = pipeline.bind(self.info)
         use_kvframe_attention(model)
         self.prefix_length = prefix_length
         self.suffix_length = pipeline.spec.protect.suffix if suffix_length is None else suffix_length
-        self.needs = pipeline.needs if _needs is None else _needs
+        self.needs = pipeline.needs if needs is None else needs
         self.compressed_layers = [CompressedLayer(self, self.needs) for _ in self.info.layer_ids]
         layers: list[Any] = DynamicCache(config=model.config).layers
         for index, layer in zip(self.info.layer_ids, self.compressed_layers, strict=True):
@@ -67,12 +66,8 @@ class CompressedCache(Cache):
         self.watching = True
         self._pending = True  # a prompt is waiting to be compressed
         self._states: Any = None
-        self._watch = Watch(self.needs) if _watch is None else _watch
-        if self._watch.wanted and _watch is None:
-            self._watch.attach(model, self)
-
-    # --- while the model runs
-    # -------------------------------------------------------------------------------------------
+        self._watch = Watch(self.needs)
+        self._watch.attach(model, self)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -93,6 +88,11 @@ class CompressedCache(Cache):
         position_ids = passed_on.get("position_ids")
         if position_ids is None:
             raise ModelError("The model passes no position_ids to its attention, so positions cannot be known.")
+        if position_ids.ndim != 2:
+            raise ModelError(
+                f"The model's position_ids have {position_ids.ndim} dimensions; kvframe knows one position a token, "
+                "[B, T]."
+            )
         new = position_ids.expand(batch, length)
         self.positions = new if self.positions is None else torch.cat([self.positions, new], 1)
 
@@ -102,9 +102,9 @@ class CompressedCache(Cache):
         if self._pending:
             self.compress()
         elif flush is not None and self.valid is not None:
-            exact = self.pipeline.spec.protect.recent + int(row_lengths(self.suffix_length, 1, "suffix").max())
+            exact = self.pipeline.spec.protect.recent + int(torch.as_tensor(self.suffix_length).max())
             if self.valid.shape[1] >= exact + flush:
-                self.compress()
+                self._compress(self.suffix_length, prompt=False)
 
     def watch_mask(self, layer: CompressedLayer, length: int, mask: Tensor | None) -> None:
         """Note, once a step, which of the new columns are tokens."""
@@ -125,51 +125,46 @@ class CompressedCache(Cache):
             self.recent_validity_bias = bias[:, None, None, :]
             self.trailing_padding = int(valid.flip(1).cumsum(1).eq(0).sum(1).max())
 
-    # --- compression
-    # ----------------------------------------------------------------------------------------------------
-
     def compress(self, suffix_length: Lengths | None = None) -> None:
         """Compress what is pending: everything but prefix, sinks, recent window and suffix.
 
         `suffix_length` overrides the cache's for this call: 0 compresses before the question is seen. Raises
         BudgetError, InputError or StageError; the cache is then as it was."""
+        self._compress(self.suffix_length if suffix_length is None else suffix_length, prompt=True)
+
+    def _compress(self, suffix_length: Lengths, prompt: bool) -> None:
+        """Compress a prompt, or (`prompt` False) a block of generated tokens, whose protected tokens are paid for."""
         if self.valid is None or self.positions is None:
             return
         begin = time.perf_counter()
         spec, first = self.pipeline.spec, not self.ledger.compressions
         protect = spec.protect if first else spec.protect.model_copy(update={"sink": 0})
         prefix = self.prefix_length if first else 0
-        suffix = self._clamped_suffix(self.suffix_length if suffix_length is None else suffix_length, first)
+        suffix = suffix_length if first and prompt else self._clamped(suffix_length)
         regions = split_regions(self.valid, protect, prefix, suffix)
+        if bool(regions.body.any()):
+            itemsize = self.compressed_layers[0].recent.keys.element_size()
+            bits = self.pipeline.entry_bits(self.info, itemsize)
+            budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits, prompt)
+            observation = self._observe(regions)
+            result = self.pipeline.run(observation, budget, regions.sinks, self._states, self._bound)
+            self._adopt(result, regions)
+            if self.valid.is_cuda:
+                torch.cuda.synchronize(self.valid.device)
+            self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin)
+        elif first:
+            count = ", ".join(str(int(n)) for n in self.valid.sum(1))
+            self.ledger.note(
+                f"nothing was compressed: the prompt ({count} tokens) is not longer than what is protected"
+            )
         self._pending = False
-        if not bool(regions.body.any()):
-            if first:
-                count = ", ".join(str(int(n)) for n in self.valid.sum(1))
-                self.ledger.note(
-                    f"nothing was compressed: the prompt ({count} tokens) is not longer than what is protected"
-                )
-            return
-        itemsize = self.compressed_layers[0].recent.keys.element_size()
-        bits = self.pipeline.entry_bits(self.info, itemsize)
-        budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits)
-        observation = self._observe(regions)
-        result = self.pipeline.run(observation, budget, regions.sinks, self._states, self._bound)
-        self._adopt(result, regions)
-        if self.recent_device.type == "cuda":
-            torch.cuda.synchronize(self.recent_device)
-        self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin)
 
-    def _clamped_suffix(self, suffix: Lengths, first: bool) -> Lengths:
-        """Later blocks may be shorter than the suffix of a prompt; a first prompt must not be."""
-        if first or self.valid is None:
+    def _clamped(self, suffix: Lengths) -> Lengths:
+        """At most what is there: later blocks may be shorter than the suffix of a prompt."""
+        if self.valid is None:
             return suffix
         count = self.valid.sum(1).cpu()
         return torch.minimum(row_lengths(suffix, len(count), "suffix_length"), count)
-
-    @property
-    def recent_device(self) -> torch.device:
-        """Where the exact tokens lie."""
-        return self.compressed_layers[0].recent.keys.device
 
     def _observe(self, regions: Regions) -> Observation:
         if self.valid is None or self.positions is None:
@@ -203,15 +198,42 @@ class CompressedCache(Cache):
         self._states = result.states
         self._note_validity()
 
-    # --- the rest
-    # -------------------------------------------------------------------------------------------------------
-
     def report(self) -> CacheReport:
         """Tokens, entries, measured bytes and ratios, as of now."""
         extra = [t for t in (self.valid, self.positions, self.recent_validity_bias) if t is not None]
         return self.ledger.report(
             self.compressed_layers, self.info, [*extra, *self._watch.tensors()], self.valid, len(self.layers)
         )
+
+    def fork(self) -> CompressedCache:
+        """A second cache that has seen what this one has. Storage is shared until one of them writes, so a fork costs
+        next to nothing; `copy.deepcopy` of a cache does the same."""
+        other = CompressedCache(
+            self.pipeline, self._live_model(), self.prefix_length, self.suffix_length, needs=self.needs
+        )
+        self._hand_over(other)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        return self.fork()
+
+    def _live_model(self) -> PreTrainedModel:
+        model = self._model()
+        if model is None:
+            raise InputError("The model of this cache is gone, so the cache cannot be copied.")
+        return model
+
+    def _hand_over(self, other: CompressedCache) -> None:
+        """Give `other` all that was seen and made so far."""
+        for index, (mine, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
+            if isinstance(mine, CompressedLayer) and isinstance(theirs, CompressedLayer):
+                mine.hand_over(theirs)
+            else:
+                other.layers[index] = copy.deepcopy(mine)
+        other._watch.take_over(self._watch)
+        other.valid, other.positions, other.ledger = self.valid, self.positions, self.ledger.fork()
+        other._states, other._pending, other.watching = self._states, self._pending, self.watching
+        other._note_validity()
 
     def reset(self) -> None:
         """Forget everything, so that the cache can serve another prompt."""
@@ -223,40 +245,3 @@ class CompressedCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Not supported yet."""
         raise NotImplementedError("reorder_cache (beam search) is not supported by kvframe's cache yet.")
-
-
-class Prefill(CompressedCache):
-    """A prompt read once for several pipelines: run the model with `cache=prefill`, then `fork` a cache for each
-    pipeline.
-
-    It observes what any of them needs and compresses nothing itself."""
-
-    def __init__(self, model: PreTrainedModel, pipelines: Iterable[Pipeline]) -> None:
-        from kvframe.pipeline import load
-
-        needs = reduce(or_, (pipeline.needs for pipeline in pipelines), Needs())
-        super().__init__(load("identity"), model, _needs=needs)
-        self._model = model
-
-    def compress(self, suffix_length: Lengths | None = None) -> None:
-        """Do nothing: this cache stays whole."""
-
-    def fork(
-        self, pipeline: Pipeline, prefix_length: Lengths = 0, suffix_length: Lengths | None = None
-    ) -> CompressedCache:
-        """A cache of its own for `pipeline`, which has seen what this one has. Storage is shared until one of them
-        writes.
-
-        Hidden states and surprisal are watched up to here only."""
-        other = CompressedCache(pipeline, self._model, prefix_length, suffix_length, _watch=self._watch.fork())
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            if isinstance(mine, CompressedLayer) and isinstance(theirs, CompressedLayer):
-                theirs.recent, theirs.seen, theirs.is_initialized = mine.recent.fork(), mine.seen, True
-                theirs.queries, theirs.outputs = mine.queries.fork(), mine.outputs.fork()
-        other.layers = [
-            theirs if isinstance(theirs, CompressedLayer) else copy.deepcopy(mine)
-            for mine, theirs in zip(self.layers, other.layers, strict=True)
-        ]
-        other.valid, other.positions, other.ledger = self.valid, self.positions, self.ledger.fork()
-        other._note_validity()
-        return other

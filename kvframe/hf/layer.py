@@ -82,8 +82,11 @@ class CompressedLayer(CacheLayerMixin):
     def recent_bias(self, length: int, mask: Tensor | None) -> Tensor | None:
         """Bias for `length` queries on the recent tokens, fp32, or None if all of them are visible."""
         own = self.cache.recent_validity_bias
-        if length == 1 or mask is None:
+        if length == 1:
             return own
+        if mask is None:  # transformers leaves out a mask that is plainly causal
+            visible_columns = torch.ones(length, self.recent.length, dtype=torch.bool, device=self.recent.keys.device)
+            mask = visible_columns.tril(self.recent.length - length)[None, None]
         bias = as_bias(mask)
         return bias if own is None else bias + own
 
@@ -100,6 +103,12 @@ class CompressedLayer(CacheLayerMixin):
         if not amount:
             return None
         return tail.tensor(None if amount == "all" else int(amount) + self.cache.trailing_padding)
+
+    def hand_over(self, other: CompressedLayer) -> None:
+        """Give another layer all that this one holds; storage is shared until one of them writes."""
+        other.parts, other.recent, other.seen = self.parts, self.recent.fork(), self.seen
+        other.queries, other.outputs = self.queries.fork(), self.outputs.fork()
+        other.is_initialized = self.is_initialized
 
     def get_seq_length(self) -> int:
         """Tokens seen: positions and masks derive from it."""

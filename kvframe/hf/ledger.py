@@ -41,11 +41,12 @@ class Ledger:
             self.notes.append(text)
 
     def budget(
-        self, budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits: float
+        self, budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits: float, prompt: bool
     ) -> tuple[Tensor, Tensor]:
-        """`(for the body, total)` int64 `[B]`. Later blocks get their share of the ratio that the first one had: their
-        recent window is the one already paid for."""
-        if not self.compressions:
+        """`(for the body, total)` int64 `[B]`. Later prompts, and blocks of generated tokens, get their share of the
+        ratio, or of the one that an absolute budget came to at first: their protected tokens are
+        those already there."""
+        if not self.compressions and (prompt or budget.ratio is None):
             return entry_budget(budget, regions, model, itemsize, bits)
         body = model.layers * model.kv_heads * regions.body.sum(1)
         ratio = budget.ratio if budget.ratio is not None else self.context / max(1, self.allowed)

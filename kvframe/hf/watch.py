@@ -28,16 +28,13 @@ class Watch:
         self.hidden = {depth: Tail("all", 1) for depth in needs.hidden_states}
         self.surprisal = Tail("all", 1) if needs.surprisal else None
         self._last_state: Tensor | None = None  # final hidden state of the last token seen, [B, 1, hidden]
-        self._handles: list[Any] = []
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is anything to watch."""
-        return bool(self.hidden) or self.surprisal is not None
 
     def attach(self, model: PreTrainedModel, cache: Cache) -> None:
         """Set the hooks; they go when `cache` does."""
+        if not self.hidden and self.surprisal is None:
+            return
         owner = weakref.ref(cache)
+        handles: list[Any] = []
         decoder = model.get_decoder()
         blocks = list(getattr(decoder, "layers", ()))
         if self.hidden and not blocks:
@@ -46,14 +43,11 @@ class Watch:
             )
         for depth, tail in self.hidden.items():
             block = blocks[min(int(depth * len(blocks)), len(blocks) - 1)]
-            self._handles.append(block.register_forward_pre_hook(_hidden_hook(tail, owner), with_kwargs=True))
+            handles.append(block.register_forward_pre_hook(_hidden_hook(tail, owner), with_kwargs=True))
         if self.surprisal is not None:
             head = model.get_output_embeddings()
             cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-            self._handles.append(
-                decoder.register_forward_hook(self._surprisal_hook(head, cap, owner), with_kwargs=True)
-            )
-        handles = list(self._handles)
+            handles.append(decoder.register_forward_hook(self._surprisal_hook(head, cap, owner), with_kwargs=True))
         weakref.finalize(cache, lambda: [handle.remove() for handle in handles])
 
     def _surprisal_hook(self, head: nn.Module, cap: float | None, owner: Any) -> Any:
@@ -85,13 +79,11 @@ class Watch:
     def _tails(self) -> list[Tail]:
         return [*self.hidden.values(), *([self.surprisal] if self.surprisal is not None else [])]
 
-    def fork(self) -> Watch:
-        """A second watch on what was seen so far, without hooks."""
-        other = Watch(Needs())
-        other.hidden = {depth: tail.fork() for depth, tail in self.hidden.items()}
-        other.surprisal = None if self.surprisal is None else self.surprisal.fork()
-        other._last_state = self._last_state
-        return other
+    def take_over(self, other: Watch) -> None:
+        """Go on from what another watch with the same needs saw."""
+        for mine, theirs in zip(self._tails(), other._tails(), strict=True):
+            mine.take_over(theirs)
+        self._last_state = other._last_state
 
     def tensors(self) -> list[Tensor]:
         """The tensors held."""

@@ -28,6 +28,15 @@ def test_identity_gives_the_stock_tokens(name):
     assert cache.report().entry_ratio == 1
 
 
+def test_eager_attention_underneath():
+    model, inputs = tiny_model("llama"), batch([41, 28, 23])
+    expected = greedy(model, inputs, kvframe.load("identity", ADA).cache(model))
+    eager = tiny_model("llama")
+    eager.set_attn_implementation("eager")
+    assert torch.equal(greedy(eager, inputs, kvframe.load("identity", ADA).cache(eager)), expected)
+    assert eager.config._attn_implementation == "kvframe_eager"
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("overrides", [TOP_K, ADA, {"encoder": "int8", **SMALL}], ids=["top_k", "ada", "int8"])
 def test_a_row_is_the_same_alone_and_in_a_padded_batch(name, overrides):
@@ -100,9 +109,10 @@ def test_the_model_behaves_as_before_with_a_stock_cache():
         assert not any(hooks)
 
 
-def test_decoding_token_by_token_equals_one_block(llama):
+@pytest.mark.parametrize("recent", [0, 5])
+def test_decoding_token_by_token_equals_one_block(llama, recent):
     inputs, more = batch([33, 18]), torch.tensor([[5, 9, 11, 20], [8, 30, 2 + 1, 7]])
-    pipeline = kvframe.load("identity", ADA)
+    pipeline = kvframe.load("identity", {**ADA, "protect.recent": recent})
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 4), value=1)
 
     def compressed():
@@ -231,6 +241,48 @@ def test_a_second_turn_is_compressed_in_its_turn(llama):
     assert report.entry_ratio >= 4
     compressed = max(layer.entries[1] for layer in report.layers)
     assert compressed <= (64 + 4 + 64) / 4
+
+
+def test_a_copy_goes_on_by_itself(llama):
+    inputs, more = batch([44, 30]), torch.tensor([[4, 9, 8], [5, 7, 3]])
+    for overrides in (TOP_K, {**ADA, "decode.flush": 4}):
+        cache = kvframe.load("identity", overrides).cache(llama)
+        prompt = kvframe.load("identity", overrides).cache(llama)
+        expected = greedy(llama, inputs, cache)
+        first = {**inputs, "position_ids": (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)}
+        llama(**first, cache=prompt)
+        before, copied = prompt.fork(), copy.deepcopy(prompt)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+        llama(more, attention_mask=mask, position_ids=mask.cumsum(1)[:, -3:] - 1, cache=prompt)
+        tokens = llama(**first).logits[:, -1:].argmax(-1)
+        for other in (before, copied):
+            answer = [tokens]
+            for n in range(9):
+                mask = torch.nn.functional.pad(inputs["attention_mask"], (0, n + 1), value=1)
+                positions = mask.sum(1, keepdim=True) - 1
+                logits = llama(answer[-1], attention_mask=mask, position_ids=positions, cache=other).logits
+                answer.append(logits[:, -1:].argmax(-1))
+            assert torch.equal(torch.cat(answer, 1), expected)
+
+
+def test_a_failed_compression_is_tried_again_and_loses_nothing(llama):
+    cache = kvframe.load("identity", {**TOP_K, "budget.ratio": 16}).cache(llama)
+    llama(**batch([40]), cache=cache)
+    for _ in range(2):
+        with pytest.raises(BudgetError):
+            llama(torch.tensor([[5]]), cache=cache)
+        assert cache.report().tokens == (40,)
+        assert cache.get_seq_length() == 40
+
+
+def test_a_short_prompt_with_a_long_answer_is_flushed(llama):
+    overrides = {**TOP_K, "budget.ratio": 8, "decode.flush": 8}
+    cache = kvframe.load("identity", overrides).cache(llama)
+    greedy(llama, batch([6]), cache, new=60)
+    report = cache.report()
+    assert report.tokens == (65,)
+    assert cache.compressed_layers[0].recent.length <= 5 + 8
+    assert max(layer.entries[1] for layer in report.layers) <= 2 + 60 / 8
 
 
 def test_blocks_are_flushed_while_decoding(llama):

@@ -1,0 +1,46 @@
+"""One prefill for several pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from operator import or_
+
+from transformers import PreTrainedModel
+
+from kvframe.budget import Lengths
+from kvframe.errors import InputError
+from kvframe.hf.cache import CompressedCache
+from kvframe.pipeline import Pipeline, load
+from kvframe.types import Needs
+
+
+class Prefill(CompressedCache):
+    """A prompt read once: run the model with `cache=prefill`, then `fork` a cache for each of the pipelines.
+
+    It observes what any of them needs and compresses nothing itself."""
+
+    def __init__(self, model: PreTrainedModel, pipelines: Iterable[Pipeline]) -> None:
+        needs = reduce(or_, (pipeline.needs for pipeline in pipelines), Needs())
+        super().__init__(load("identity"), model, needs=needs)
+
+    def _compress(self, suffix_length: Lengths, prompt: bool) -> None:
+        """Do nothing: this cache stays whole."""
+
+    def fork(
+        self, pipeline: Pipeline | None = None, prefix_length: Lengths = 0, suffix_length: Lengths | None = None
+    ) -> CompressedCache:
+        """A cache for `pipeline` that has seen what this one has; without a pipeline, a second prefill. Storage is
+        shared until one of them writes. Raises InputError for a pipeline that needs what was not observed."""
+        if pipeline is None:
+            other: CompressedCache = Prefill(self._live_model(), [])
+            other.needs = self.needs
+        else:
+            if self.needs | pipeline.needs != self.needs:
+                raise InputError(
+                    f"'{pipeline.name}' needs {pipeline.needs}, but this prefill observed {self.needs}; "
+                    "give the pipeline to Prefill(model, pipelines)."
+                )
+            other = CompressedCache(pipeline, self._live_model(), prefix_length, suffix_length, needs=self.needs)
+        self._hand_over(other)
+        return other
