@@ -3,5 +3,6 @@
 from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragged_attention
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.ops.select_top import select_top
+from kvframe.ops.soft_matching import soft_matching
 
-__all__ = ["dense_attention", "merge_attention", "ragged_attention", "segment_pool", "select_top"]
+__all__ = ["dense_attention", "merge_attention", "ragged_attention", "segment_pool", "select_top", "soft_matching"]

@@ -1,0 +1,160 @@
+"""The tables by recurrences: interval length by interval length, for all starts, probes and units at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvframe.ops.interval_distortion.tables import EPS, LOGIT_LIMIT, IntervalTables
+from kvframe.rope import Rope
+
+# Numbers in one working array. About ten arrays are alive: on a CPU they should stay in the cache.
+CPU_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 24
+_ROWS = 64  # rows of a Gram matrix formed at a time
+
+
+def interval_distortion(
+    keys: Tensor,
+    values: Tensor,
+    probes: Tensor,
+    weights: Tensor,
+    rope: Rope,
+    scale: float,
+    longest: int,
+    mass_share: float = 0.25,
+    base: float = 0.1,
+    coherent: bool = True,
+) -> IntervalTables:
+    """See `kvframe.ops.interval_distortion`."""
+    units, tokens, _ = keys.shape
+    longest = min(longest, tokens)
+    distortion = torch.full((units, longest, tokens), torch.inf, device=keys.device)
+    multiplicity = torch.ones(units, longest, tokens, device=keys.device)
+    mass = torch.empty(units, tokens, device=keys.device)
+    block = CPU_BLOCK if keys.device.type == "cpu" else DEVICE_BLOCK
+    step = max(1, block // max(1, probes.shape[1] * tokens))
+    for begin in range(0, units, step):
+        now = slice(begin, begin + step)
+        chunk = [x[now].float() for x in (keys, values, probes, weights)]
+        _fill(*chunk, rope, scale, mass_share, base, coherent, distortion[now], multiplicity[now], mass[now])
+    return IntervalTables(distortion, multiplicity, mass)
+
+
+def _fill(
+    keys: Tensor,
+    values: Tensor,
+    probes: Tensor,
+    weights: Tensor,
+    rope: Rope,
+    scale: float,
+    mass_share: float,
+    base: float,
+    coherent: bool,
+    distortion: Tensor,
+    multiplicity: Tensor,
+    mass_out: Tensor,
+) -> None:
+    """One chunk of units. All sums grow by adding a token, never by taking differences of prefix sums: beside a token
+    that draws nearly all attention, these would lose every digit."""
+    units, tokens, dim = keys.shape
+    longest, n_probes = distortion.shape[1], probes.shape[1]
+    probes = probes * scale
+    logits = probes @ keys.mT  # [U, P, N]
+    total = logits.logsumexp(-1, keepdim=True)
+    share = (logits - total).exp()  # [U, P, N]
+    mass_out.copy_(share.mean(1))
+    distortion[:, 0] = 0
+    if longest == 1:
+        return
+    index = torch.arange(tokens, device=keys.device)
+    plain = rope.unrotate(keys, index)
+    key_gram, value_gram = gram_band(plain, longest), gram_band(values, longest)  # [U, longest, N]
+    # A merged key is the mean of R(p - t) k_t, so its logit is the mean of (R(t - p) q) . k_t: only `longest` different
+    # rotations of the probes occur, and no merged key need be formed.
+    shifts = torch.arange(-((longest - 1) // 2), longest // 2 + 1, device=keys.device)  # t - p
+    turned = (rope.rotate(probes[:, None], shifts[:, None]) / rope.scaling).flatten(1, 2)  # [U, shifts*P, D]
+    shifted = (turned @ keys.mT).view(units, len(shifts), n_probes, tokens)
+    zero_shift = (longest - 1) // 2
+    # Sums of shifted logits by the position p of the merged key, for odd and for even lengths.
+    by_centre = [shifted[:, zero_shift].clone(), torch.zeros_like(share)]
+
+    norms = plain.norm(dim=-1)
+    # Per unit, by start: sums over the interval, and over its pairs of tokens.
+    norm_sum, weight_sum = norms.clone(), weights.clone()
+    key_square = key_gram[:, 0].clone()
+    ww, w1, one = weights.square() * value_gram[:, 0], weights * value_gram[:, 0], value_gram[:, 0].clone()
+    # Per unit, by end b: sums over the interval before b of what token b adds.
+    key_cross, weight_cross, plain_cross = (torch.zeros_like(norms) for _ in range(3))
+    # Per probe, by start: mass, |M|^2, M . (weighted sum of values), M . (plain sum of values).
+    diagonal = value_gram[:, 0, None]  # [U, 1, N]
+    mass = share.clone()
+    own = share * diagonal
+    square, with_weighted, with_plain = share * own, weights[:, None] * own, own
+    cross = torch.zeros_like(share)  # by end b: sum over the interval before b of share_t v_t . v_b
+    double = 2 * share
+    for length in range(2, longest + 1):
+        reach, n = length - 1, tokens - length + 1
+        # Token b = a + reach joins [a, b); `reach` tokens stand before it.
+        old, new = slice(0, n), slice(reach, tokens)
+        gram, gram0 = value_gram[:, reach, :n], diagonal[..., new]
+        key_cross[:, new] += key_gram[:, reach, :n]
+        weight_cross[:, new] += weights[:, old] * gram
+        plain_cross[:, new] += gram
+        cross[..., new].addcmul_(share[..., old], gram[:, None])
+        w_new, crossing, share_new = weights[:, new], cross[..., new], share[..., new]
+        mass[..., old] += share_new
+        square[..., old].addcmul_(double[..., new], crossing).addcmul_(share_new, share_new * gram0)
+        with_weighted[..., old].addcmul_(crossing, w_new[:, None])
+        with_weighted[..., old].addcmul_(share_new, (weight_cross[:, new] + w_new * gram0[:, 0])[:, None])
+        with_plain[..., old].add_(crossing).addcmul_(share_new, (plain_cross[:, new] + gram0[:, 0])[:, None])
+        ww[:, old] += w_new * (2 * weight_cross[:, new] + w_new * gram0[:, 0])
+        w1[:, old] += weight_cross[:, new] + w_new * (plain_cross[:, new] + gram0[:, 0])
+        one[:, old] += 2 * plain_cross[:, new] + gram0[:, 0]
+        key_square[:, old] += 2 * key_cross[:, new] + key_gram[:, 0, new]
+        norm_sum[:, old] += norms[:, new]
+        weight_sum[:, old] += w_new
+        sums = by_centre[length % 2 == 0]
+        left = (length - 1) // 2
+        centre = slice(left, left + n)
+        sums[..., centre] += shifted[:, zero_shift + length // 2, :, new]
+        sums[..., centre] += shifted[:, zero_shift - left, :, old] if length > 1 else 0
+
+        if coherent:
+            coherence = key_square[:, old].clamp_min(0) / norm_sum[:, old].square().clamp_min(EPS)
+            multiplicity[:, reach, old] = (length * coherence).clamp(1, length)
+        else:
+            multiplicity[:, reach, old] = length
+        ours = sums[..., centre] / length
+        ours.sub_(total).clamp_(max=LOGIT_LIMIT).exp_().mul_(multiplicity[:, reach, None, old])
+        # The merged value is (sum w v + share_of_base sum v) / norm; with all weights 0 it is the plain mean.
+        blank = weight_sum[:, old] * (1 + base) <= EPS
+        norm = torch.where(blank, 1.0 * length, weight_sum[:, old] * (1 + base))
+        lift = torch.where(blank, 1.0, base * weight_sum[:, old] / length)
+        moment = torch.addcmul(with_weighted[..., old], with_plain[..., old], lift[:, None])
+        value_square = (ww[:, old] + lift * (2 * w1[:, old] + lift * one[:, old])).clamp_min(0) / norm.square()
+        here, here_square = mass[..., old], square[..., old].clamp_min(0)
+        of_moment = moment.mul_(ours).mul_((-2 / norm)[:, None]).add_(here_square)
+        of_moment.addcmul_(ours * ours, value_square[:, None]).clamp_min_(0)
+        of_moment.mul_(here).div_(here_square.add_(EPS))
+        of_mass = (here - ours).square_().mul_(here).div_((here * here).add_(EPS))
+        lost = of_moment.mul_(1 - mass_share).add_(of_mass, alpha=mass_share)
+        distortion[:, reach, old] = lost.mean(1)
+
+
+def gram_band(rows: Tensor, longest: int) -> Tensor:
+    """Return `[U, longest, N]`: `rows[t] . rows[t + d]` at `[d, t]` for `rows [U, N, D]`, formed in blocks so that the
+    work grows with `N * longest` and not with `N * N`. What reaches over the end is 0."""
+    units, tokens, dim = rows.shape
+    blocks = -(-tokens // _ROWS)
+    width = _ROWS + longest - 1
+    padded = F.pad(rows, (0, 0, 0, blocks * _ROWS + longest - 1 - tokens)).contiguous()
+    strides = padded.stride()
+    right = padded.as_strided((units, blocks, width, dim), (strides[0], _ROWS * dim, dim, 1))
+    left = padded[:, : blocks * _ROWS].unflatten(1, (blocks, _ROWS))
+    product = left @ right.mT  # [U, blocks, ROWS, width]
+    outer = _ROWS * width
+    band = product.as_strided(
+        (units, longest, blocks, _ROWS), (blocks * outer, 1, outer, width + 1)
+    )
+    return band.reshape(units, longest, blocks * _ROWS)[..., :tokens].contiguous()

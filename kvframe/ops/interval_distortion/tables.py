@@ -1,0 +1,40 @@
+"""What the interval tables hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Keeps ratios finite where a probe gives an interval no mass at all; masses are shares of 1, so it is far below any.
+EPS = 1e-30
+# A merged key may win more attention than the whole region has; e^20 times as much is as wrong as anything can be.
+LOGIT_LIMIT = 20.0
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalTables:
+    """Tables over all intervals `[a, a + n)` of up to `longest` tokens, found at `[u, n - 1, a]`.
+
+    Attributes:
+        distortion: `[U, longest, N]`, share of the probes' attention that one entry for the interval gets wrong; 0 for
+            single tokens, inf where the interval reaches over the end.
+        multiplicity: `[U, longest, N]`, between 1 and n.
+        mass: `[U, N]`, the probes' mean attention on each token within the region; what is lost if it is dropped.
+    """
+
+    distortion: Tensor
+    multiplicity: Tensor
+    mass: Tensor
+
+
+def interval_sums(tokens: Tensor, longest: int) -> Tensor:
+    """Return `[..., longest, N]`: the sum of `tokens [..., N]` over `[a, a + n)` at `[n - 1, a]`, by additions only;
+    intervals that reach over the end are cut there."""
+    sums = [tokens]
+    for length in range(2, longest + 1):
+        grown = sums[-1].clone()
+        grown[..., : tokens.shape[-1] - length + 1] += tokens[..., length - 1 :]
+        sums.append(grown)
+    return torch.stack(sums, -2)
