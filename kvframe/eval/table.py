@@ -106,6 +106,11 @@ def _legend(asked: Sequence[str], texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def _two_lines(name: str) -> str:
+    """A column's name broken at its space: the numbers are narrower than their names."""
+    return name.replace(" ", "\n", 1)
+
+
 def header_of(comparison: Comparison) -> str:
     """One line that says what was run."""
     settings = comparison.settings
@@ -113,7 +118,7 @@ def header_of(comparison: Comparison) -> str:
     machine = f", {first['dtype']} on {first['device']}, {first['threads']} threads" if first else ""
     when = "before the question is seen" if settings.agnostic else "with the question in sight"
     return (
-        f"{settings.model}{machine}; prompts of {settings.tokens} tokens, {settings.limit} examples a task, seed "
+        f"{settings.model}{machine}; prompts of {settings.tokens} tokens, {settings.limit} a task, seed "
         f"{settings.seed}; {settings.mode}: compressed {when}"
     )
 
@@ -126,24 +131,23 @@ def failure_lines(comparison: Comparison) -> list[str]:
 
 def print_table(comparison: Comparison, console: Console) -> None:
     """Print the table; on a terminal that is too narrow it is as wide as its numbers need."""
+    from rich import box
     from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
     rows = rows_of(comparison)
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for name in rows.columns:
-        table.add_column(name, justify="left" if name == "spec" else "right", no_wrap=True)
-    for index, cells in enumerate(rows.cells):
-        # A line between two specs: their budgets belong together.
-        last = index + 1 == len(rows.cells) or rows.cells[index + 1][0] != cells[0]
-        table.add_row(*(Text(cell) for cell in cells), end_section=last)
-    # Measured without a limit: a cut-off number would be a wrong one.
-    options = console.options.update(max_width=10_000)
+        table.add_column(_two_lines(name), justify="left" if name == "spec" else "right", no_wrap=True)
+    for cells in rows.cells:
+        table.add_row(*(Text(cell) for cell in cells))
     console.print(Text(header_of(comparison), style="bold"))
-    console.print()
-    console.print(table, width=Measurement.get(console, options, table).maximum, crop=False, soft_wrap=True)
-    console.print()
+    # Measured without a limit: a cut-off number would be a wrong one.
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    width, console.width = console.width, max(console.width, needed)
+    console.print(table)
+    console.width = width
     for line in rows.legend:
         console.print(Text(line, style="dim"))
     for line in failure_lines(comparison):

@@ -193,9 +193,8 @@ class Continuation(Task):
         last = len(source.ids) - source.tokens - _TARGETS
         if last < 0:
             raise InputError(
-                f"The text is too short for the task '{self.name}': it has {len(source.ids)} tokens, but "
-                f"{source.tokens} of context and {_TARGETS} to continue with are asked for; give fewer tokens or a longer "
-                "text."
+                f"The text is too short for the task '{self.name}': it has {len(source.ids)} tokens, "
+                f"but {source.tokens} of context and {_TARGETS} more are asked for; give fewer tokens or a longer text."
             )
         start = source.random(self.name, index).randint(0, last)
         first = list(source.tokenizer("a", verbose=False).input_ids[:1])
