@@ -204,9 +204,10 @@ class LayerPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One LayerPlan per compressed layer."""
+    """One LayerPlan per compressed layer. `notes` are sentences for the user, said once in the cache's report."""
 
     layers: tuple[LayerPlan, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,19 @@
 """Operations with a readable reference and faster implementations held against it."""
 
+from kvframe.ops.interval_distortion import IntervalTables, interval_distortion, interval_sums
 from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragged_attention
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.ops.select_top import select_top
 from kvframe.ops.soft_matching import soft_matching
 
-__all__ = ["dense_attention", "merge_attention", "ragged_attention", "segment_pool", "select_top", "soft_matching"]
+__all__ = [
+    "IntervalTables",
+    "dense_attention",
+    "interval_distortion",
+    "interval_sums",
+    "merge_attention",
+    "ragged_attention",
+    "segment_pool",
+    "select_top",
+    "soft_matching",
+]

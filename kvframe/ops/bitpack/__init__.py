@@ -7,6 +7,7 @@ from torch import Tensor
 from kvframe.errors import InputError
 from kvframe.ops.bitpack import reference, swar
 from kvframe.ops.bitpack.join import join
+from kvframe.ops.bitpack.runs import Runs
 
 LANES = reference.LANES
 MAX_WIDTH = 16
@@ -62,4 +63,4 @@ def _triton(tensor: Tensor):  # type: ignore[no-untyped-def]
     return triton
 
 
-__all__ = ["LANES", "MAX_WIDTH", "join", "pack", "unpack"]
+__all__ = ["LANES", "MAX_WIDTH", "Runs", "join", "pack", "unpack"]

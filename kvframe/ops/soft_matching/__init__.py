@@ -34,9 +34,10 @@ def soft_matching(
         impl: "reference", "triton", or "auto": triton for fp32 rows on a GPU, else the reference.
 
     Higher = more alike; likeness is in the precision of `rows`, and -inf with partner -1 where there is no source or no
-    target. `partner` is int64, an index into `rows`. What differs from equality by rounding only counts as equal, and
-    ties go to the earlier target, so that repeated rows do not depend on the order of summation. Costs O(P a b D) time;
-    the reference holds O(b) scores a source, for blocks of chunks at a time.
+    target. `partner` is int64, an index into `rows`. Of the targets whose likeness is within rounding of the best
+    (2^-17 of the source's squared norm, for "ward" times its count) the first is taken, so that repeated rows do not
+    hang on the order of summation. Costs O(P a b D) time; the reference holds O(b) scores a source, for blocks of
+    chunks at a time, the kernel none.
 
     Raises InputError for another metric or implementation, StageError for shapes that do not fit."""
     if metric not in get_args(Metric):

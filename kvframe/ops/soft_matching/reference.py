@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Relative to a row's squared norm: what is closer than this to being equal differs by fp32 rounding only.
-EQUAL = 2.0**-20
+# Relative to the rows' squared norm: scores closer than this are ties. Several times what fp32 products round off.
+TIE = 2.0**-17
 # Scores held at once, 4 MiB of fp32: about what a core's cache holds.
 BLOCK_ELEMENTS = 1 << 20
 
@@ -23,25 +23,24 @@ def soft_matching(
     if metric == "cosine":
         norm = rows.norm(dim=-1, keepdim=True)
         rows = rows / torch.where(norm > 0, norm, 1)
-    square = rows.square().sum(-1) if metric != "cosine" else None
+    square = rows.square().sum(-1)
     step = max(1, BLOCK_ELEMENTS // (n_sources * targets.shape[1]))
     for begin in range(0, chunks, step):
         block = slice(begin, begin + step)
         source, target = sources[block], targets[block]
         at_source, at_target = source.clamp_min(0), target.clamp_min(0)
         scores = rows[at_source] @ rows[at_target].mT  # [p, a, b]
-        if square is None:
-            scores = torch.where(scores > 1 - EQUAL, 1.0, scores)
-        else:
-            size = square[at_source][:, :, None] + square[at_target][:, None, :]
-            scores = size - 2 * scores
-            scores = -torch.where(scores < EQUAL * size, 0.0, scores)
+        slack = TIE * square[at_source][:, :, None]
+        if metric != "cosine":
+            scores = 2 * scores - square[at_source][:, :, None] - square[at_target][:, None, :]
         if metric == "ward" and counts is not None:
             n, m = counts[at_source][:, :, None], counts[at_target][:, None, :]
-            scores = scores * (n * m / (n + m))
-        scores = scores.masked_fill((target < 0)[:, None, :], -torch.inf)
-        best, place = scores.max(-1)
+            scores, slack = scores * (n * m / (n + m)), slack * n
+        scores.masked_fill_((target < 0)[:, None, :], -torch.inf)
+        best = scores.amax(-1, keepdim=True)
+        place = (scores >= best - slack).byte().argmax(-1)  # the first of the ties
         matched = (source >= 0) & (target >= 0).any(-1, keepdim=True)
-        likeness[block] = torch.where(matched, best, -torch.inf)
+        top = 1.0 if metric == "cosine" else 0.0  # what rounding may exceed
+        likeness[block] = torch.where(matched, best.squeeze(-1).clamp_max(top), -torch.inf)
         partner[block] = torch.where(matched, target.gather(1, place), -1)
     return likeness, partner

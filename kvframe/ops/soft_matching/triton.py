@@ -9,11 +9,40 @@ import triton.language as tl
 from torch import Tensor
 
 from kvframe.errors import InputError
-from kvframe.ops.soft_matching.reference import EQUAL
+from kvframe.ops.soft_matching.reference import TIE
 
 METRICS = {"cosine": 0, "distance": 1, "ward": 2}
 # Sources and targets that one program compares at once.
 BLOCK = 32
+
+
+@triton.jit
+def load_rows(rows, index, dim, METRIC: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the rows fp32 `[BLOCK, BLOCK_D]` at `index` int64 `[BLOCK]` (-1 = zeros), of length 1 for the cosine, and
+    their squared norms."""
+    columns = tl.arange(0, BLOCK_D)
+    mask = (index >= 0)[:, None] & (columns < dim)[None, :]
+    block = tl.load(rows + index[:, None] * dim + columns[None, :], mask=mask, other=0.0)
+    square = tl.sum(block * block, axis=1)
+    if METRIC == 0:
+        norm = tl.sqrt(square)
+        block = block / tl.where(norm > 0, norm, 1.0)[:, None]
+        square = tl.where(norm > 0, 1.0, 0.0)
+    return block, square
+
+
+@triton.jit
+def score_tile(a, a_square, n, rows, counts, target, dim, METRIC: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the likeness `[BLOCK, BLOCK]` of loaded sources and the targets at `target` int64 `[BLOCK]`."""
+    b, b_square = load_rows(rows, target, dim, METRIC, BLOCK_D)
+    # Products in full fp32: tf32 would not tell equal rows from similar ones.
+    score = tl.dot(a, tl.trans(b), input_precision="ieee")
+    if METRIC != 0:
+        score = 2 * score - a_square[:, None] - b_square[None, :]
+    if METRIC == 2:
+        m = tl.load(counts + target, mask=target >= 0, other=1.0)
+        score = score * (n[:, None] * m[None, :] / (n[:, None] + m[None, :]))
+    return tl.where((target >= 0)[None, :], score, float("-inf"))
 
 
 @triton.jit
@@ -27,63 +56,44 @@ def match_kernel(
     n_sources,
     n_targets,
     dim,
-    equal,
+    tie,
     METRIC: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program for one chunk and BLOCK of its sources."""
+    """One program for one chunk and BLOCK of its sources: once over the targets for the best likeness, once more for
+    the first target that has it, up to ties."""
     chunk = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK)
+    place = tl.program_id(1) * BLOCK + lanes
     inside = place < n_sources
     source = tl.load(sources + chunk * n_sources + place, mask=inside, other=-1)  # [BLOCK]
-    a = tl.load(
-        rows + source[:, None] * dim + columns[None, :],
-        mask=(source >= 0)[:, None] & (columns < dim)[None, :],
-        other=0.0,
-    )
-    a_square = tl.sum(a * a, axis=1)
-    if METRIC == 0:
-        norm = tl.sqrt(a_square)
-        a = a / tl.where(norm > 0, norm, 1.0)[:, None]
+    a, slack = load_rows(rows, source, dim, METRIC, BLOCK_D)
+    a_square = slack
+    slack = slack * tie
+    n = a_square
     if METRIC == 2:
         n = tl.load(counts + source, mask=source >= 0, other=1.0)
+        slack = slack * n
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    found = tl.full([BLOCK], -1, tl.int64)
     for begin in range(0, n_targets, BLOCK):
-        other = begin + tl.arange(0, BLOCK)
+        other = begin + lanes
         target = tl.load(targets + chunk * n_targets + other, mask=other < n_targets, other=-1)
-        b = tl.load(
-            rows + target[:, None] * dim + columns[None, :],
-            mask=(target >= 0)[:, None] & (columns < dim)[None, :],
-            other=0.0,
-        )
-        b_square = tl.sum(b * b, axis=1)
-        if METRIC == 0:
-            b_norm = tl.sqrt(b_square)
-            b = b / tl.where(b_norm > 0, b_norm, 1.0)[:, None]
-        # Products in full fp32: tf32 would not tell equal rows from similar ones.
-        score = tl.dot(a, tl.trans(b), input_precision="ieee")  # [BLOCK, BLOCK]
-        if METRIC == 0:
-            score = tl.where(score > 1 - equal, 1.0, score)
-        else:
-            size = a_square[:, None] + b_square[None, :]
-            score = size - 2 * score
-            score = -tl.where(score < equal * size, 0.0, score)
-        if METRIC == 2:
-            m = tl.load(counts + target, mask=target >= 0, other=1.0)
-            score = score * (n[:, None] * m[None, :] / (n[:, None] + m[None, :]))
-        score = tl.where((target >= 0)[None, :], score, float("-inf"))
-        top, at = tl.max(score, axis=1, return_indices=True)
-        candidate = tl.sum(tl.where(tl.arange(0, BLOCK)[None, :] == at[:, None], target[None, :], 0), axis=1)
-        better = top > best  # the earlier of two equal targets stays
-        best = tl.where(better, top, best)
-        found = tl.where(better, candidate, found)
-    matched = (source >= 0) & (found >= 0)
+        score = score_tile(a, a_square, n, rows, counts, target, dim, METRIC, BLOCK_D)
+        best = tl.maximum(best, tl.max(score, axis=1))
+    first = tl.full([BLOCK], 2147483647, tl.int32)
+    for begin in range(0, n_targets, BLOCK):
+        other = begin + lanes
+        target = tl.load(targets + chunk * n_targets + other, mask=other < n_targets, other=-1)
+        score = score_tile(a, a_square, n, rows, counts, target, dim, METRIC, BLOCK_D)
+        tied = (score >= (best - slack)[:, None]) & (target >= 0)[None, :]
+        first = tl.minimum(first, tl.min(tl.where(tied, other[None, :], 2147483647), axis=1))
+    matched = (source >= 0) & (first < n_targets)
+    found = tl.load(targets + chunk * n_targets + first, mask=matched, other=-1)
     out = chunk * n_sources + place
-    tl.store(likeness + out, tl.where(matched, best, float("-inf")), mask=inside)
-    tl.store(partner + out, tl.where(matched, found, -1), mask=inside)
+    ceiling = 1.0 if METRIC == 0 else 0.0
+    tl.store(likeness + out, tl.where(matched, tl.minimum(best, ceiling), float("-inf")), mask=inside)
+    tl.store(partner + out, found, mask=inside)
 
 
 def soft_matching(
@@ -112,7 +122,7 @@ def soft_matching(
         n_sources,
         targets.shape[1],
         dim,
-        EQUAL,
+        TIE,
         METRIC=METRICS[metric],
         BLOCK=BLOCK,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
