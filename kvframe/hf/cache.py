@@ -149,8 +149,8 @@ class CompressedCache(Cache):
             observation = self._observe(regions)
             result = self.pipeline.run(observation, budget, regions.sinks, self._states, self._bound)
             self._adopt(result, regions)
-        for note in result.plan.notes:
-            self.ledger.note(note)
+            for note in result.plan.notes:
+                self.ledger.note(note)
             if self.valid.is_cuda:
                 torch.cuda.synchronize(self.valid.device)
             self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin)
