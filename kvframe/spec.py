@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import cache, reduce
-from importlib.resources.abc import Traversable
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,8 +23,8 @@ from pydantic import (
 
 from kvframe.errors import SpecError
 from kvframe.registry import Registry, nearest, registry
+from kvframe.specfile import read_spec_data
 from kvframe.stages import Allocator, Encoder, Kernel, Scorer, Segmenter, Stage
-from kvframe.yamlfile import parse_yaml
 
 
 class Budget(BaseModel):
@@ -151,59 +150,39 @@ def spec_class() -> type[PipelineSpec]:
 
 
 def read_spec(source: str | Path, overrides: Mapping[str, Any] | None = None) -> PipelineSpec:
-    """Read a spec by name (str) or from a file (pathlib.Path) and set `overrides` (dotted path -> value) in it.
+    """Read a spec by name (str) or from a file (pathlib.Path), with what it extends, and set `overrides` (dotted path
+    -> value) in it.
 
     Raises SpecError, naming file, line, path and the nearest valid name."""
-    if isinstance(source, Path):
-        text, origin = _read(source), str(source)
-    else:
-        text, origin = _read(registry().spec_file(source)), f"{source}.yaml"
-    data, lines = parse_yaml(text, origin)
-    for path, value in (overrides or {}).items():
-        _override(data, path, value)
-        lines = {at: line for at, line in lines.items() if ".".join(map(str, at)) != path}
-    return validate_spec(data, origin, lines)
+    read = read_spec_data(source, overrides)
+    return validate_spec(read.data, read.origin, read.places)
 
 
-def _read(file: Path | Traversable) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise SpecError(f"The spec file '{file}' cannot be read: {reason}.") from None
-
-
-def _override(data: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for key in parents:
-        inner = data.get(key)
-        data[key] = data = dict(inner) if isinstance(inner, dict) else {} if inner is None else {"name": inner}
-    if parents == ["budget"] and last in Budget.model_fields:
-        data.clear()  # the three are alternatives: setting one lets the others go
-    data[last] = value
-
-
-def validate_spec(data: Any, origin: str = "spec", lines: Mapping[Any, int] | None = None) -> PipelineSpec:
-    """Validate plain data. Raises SpecError with one line for each mistake."""
+def validate_spec(data: Any, origin: str = "spec", places: Mapping[Any, str] | None = None) -> PipelineSpec:
+    """Validate plain data; `places` says where each path stands ("file:line"). Raises SpecError with one line for each
+    mistake."""
     try:
         return spec_class().model_validate(data)
     except ValidationError as error:
-        problems = [_explain(dict(e), data, origin, lines or {}) for e in error.errors()]
+        problems = [_explain(dict(e), data, origin, places or {}) for e in error.errors()]
         raise SpecError("\n".join(dict.fromkeys(problems))) from None
 
 
-def _explain(error: dict[str, Any], data: Any, origin: str, lines: Mapping[Any, int]) -> str:
+def _explain(error: dict[str, Any], data: Any, origin: str, places: Mapping[Any, str]) -> str:
     """One sentence for one pydantic error."""
     path = _path_in(error["loc"], data)
-    line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
-    where = f"{origin}:{line}" if line else origin
     dotted = ".".join(map(str, path))
     given, kind, stages = error["input"], error["type"], registry().stages
-    if kind in ("union_tag_invalid", "literal_error") and path and path[0] in stages:
+    misnamed = kind in ("union_tag_invalid", "literal_error") and bool(path) and path[0] in stages
+    at = (path[0], "name") if misnamed else path
+    where = next((places[at[:n]] for n in range(len(at), 0, -1) if at[:n] in places), origin)
+    if misnamed:
         name = given.get("name") if isinstance(given, dict) else given
         return f"{where}: {path[0]}: there is no {path[0]} named '{name}'{nearest(str(name), stages[str(path[0])])}"
     if kind == "extra_forbidden":
         owner, choices = _fields_at(path[:-1], data)
+        if path == ("extends",):
+            return f"{where}: extends: it is read from files only; merge the specs before."
         return f"{where}: {dotted}: unknown key '{path[-1]}'{owner}{nearest(str(path[-1]), choices)}"
     message = error["msg"].removeprefix("Value error, ")
     if not path or kind == "value_error":

@@ -9,20 +9,20 @@ import yaml
 from kvframe.errors import SpecError
 
 Path = tuple[str | int, ...]
+# A spec has three levels; PyYAML's composer calls itself once a level.
+MAX_DEPTH = 32
 
 
 def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path, int]]:
     """Return the mapping in `text` and the line (from 1) of each path in it.
 
     Only plain YAML is read. Raises SpecError, naming `source` and the line, for broken YAML, a document that is no
-    mapping, duplicate keys, anchors and aliases, and tags that name a type."""
+    mapping, duplicate keys, anchors and aliases, tags, and nesting beyond 32 levels."""
     lines: dict[Path, int] = {}
     loader: yaml.SafeLoader | None = None
     try:
         loader = yaml.SafeLoader(text)
-        for event in yaml.parse(text, yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise SpecError(f"{_at(source, event)}: anchors and aliases are not allowed; write the value out.")
+        _refuse_tricks(text, source)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             found = "nothing" if node is None else f"a {type(node).__name__.removesuffix('Node').lower()}"
@@ -40,6 +40,22 @@ def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path, int]]
             loader.dispose()
 
 
+def _refuse_tricks(text: str, source: str) -> None:
+    """Raise SpecError for what a spec has no use for, before anything is built of it."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise SpecError(f"{_at(source, event)}: anchors and aliases are not allowed; write the value out.")
+        if tag := getattr(event, "tag", None):
+            name = tag.replace("tag:yaml.org,2002:", "!!")
+            raise SpecError(f"{_at(source, event)}: tags such as '{name}' are not allowed; write the value alone.")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise SpecError(
+                f"{_at(source, event)}: more than {MAX_DEPTH} levels deep; a spec has stages, fields and values."
+            )
+
+
 def _at(source: str, marked: Any) -> str:
     return f"{source}:{marked.start_mark.line + 1}"
 
@@ -49,8 +65,8 @@ def _build(loader: yaml.SafeLoader, node: yaml.Node, path: Path, lines: dict[Pat
     if isinstance(node, yaml.MappingNode):
         built: dict[Any, Any] = {}
         for key_node, value_node in node.value:
-            key = loader.construct_object(key_node)
-            if not isinstance(key, str):
+            key = _plain(loader, key_node, source) if isinstance(key_node, yaml.ScalarNode) else key_node.id
+            if not isinstance(key, str) or not isinstance(key_node, yaml.ScalarNode):
                 raise SpecError(f"{_at(source, key_node)}: keys must be words, but this one is {key!r}.")
             if key in built:
                 raise SpecError(f"{_at(source, key_node)}: the key '{key}' stands twice; keep one.")
@@ -59,4 +75,12 @@ def _build(loader: yaml.SafeLoader, node: yaml.Node, path: Path, lines: dict[Pat
         return built
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, item, (*path, i), lines, source) for i, item in enumerate(node.value)]
-    return loader.construct_object(node)
+    return _plain(loader, node, source)
+
+
+def _plain(loader: yaml.SafeLoader, node: yaml.Node, source: str) -> Any:
+    try:
+        return loader.construct_object(node)
+    except ValueError as error:
+        # A date that does not exist, or an integer of thousands of digits.
+        raise SpecError(f"{_at(source, node)}: the value cannot be read: {error}; put text in quotes.") from None

@@ -85,8 +85,17 @@ def test_the_fingerprint_sees_everything_but_the_description():
         ("scorer: uniform\nscorer: uniform\n", r"mine.yaml:2: the key 'scorer' stands twice"),
         ("scorer:\n\t- x\n", r"mine.yaml:2: not valid YAML: .*indent with spaces, not tabs"),
         ("a: &x 1\nb: *x\n", r"mine.yaml:1: anchors and aliases are not allowed"),
-        ("scorer: !!python/object:os.system {}\n", r"mine.yaml:1: scorer"),
-        ("scorer: !!python/object/apply:os.system ['true']\n", r"mine.yaml:1"),
+        ("scorer: !!python/object:os.system {name: uniform}\n", r"mine.yaml:1: tags such as '!!python/object:os.sys"),
+        ("scorer: !!python/object/apply:os.system ['true']\n", r"mine.yaml:1: tags such as .* are not allowed"),
+        ("description: !!str 5\n", r"mine.yaml:1: tags such as '!!str' are not allowed"),
+        ("<<: {version: 1}\n", r"mine.yaml:1: not valid YAML: .*merge"),
+        ("a: 1\n---\nb: 2\n", r"mine.yaml:2: not valid YAML: .*another document"),
+        ("description: 2001-13-45\n", r"mine.yaml:1: the value cannot be read: month must be in 1..12; .*quotes"),
+        (f"budget: {{ratio: {'9' * 5000}}}\n", r"mine.yaml:1: the value cannot be read: .*digits"),
+        ("budget: " + "[" * 100_000, r"mine.yaml:1: more than 32 levels deep"),
+        ("".join(f"{'  ' * n}a:\n" for n in range(40)), r"mine.yaml:33: more than 32 levels deep"),
+        ("[a]: 1\n", r"keys must be words, but this one is 'sequence'"),
+        ("# " + "x" * 300_000, r"larger than 256 KiB; a spec is a page of text"),
         ("budget: {ratio: 4\n", r"mine.yaml:\d+: not valid YAML"),
         ("1: x\n", r"keys must be words"),
         ("\x07", r"not valid YAML"),
@@ -95,6 +104,33 @@ def test_the_fingerprint_sees_everything_but_the_description():
 def test_wrong_specs_are_explained(tmp_path, text, message):
     with pytest.raises(SpecError, match=message):
         read_spec(write(tmp_path, text))
+
+
+def test_a_bomb_of_aliases_is_refused_before_it_is_built(tmp_path):
+    lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    with pytest.raises(SpecError, match=r"mine.yaml:1: anchors and aliases are not allowed"):
+        read_spec(write(tmp_path, "\n".join(lines)))
+
+
+def test_what_has_no_end_is_not_read_to_its_end():
+    with pytest.raises(SpecError, match="larger than 256 KiB"):
+        read_spec(Path("/dev/zero"))
+
+
+def test_overriding_a_name_drops_the_parameters_of_the_other_stage():
+    assert read_spec("snapkv", {"scorer.name": "baselines.h2o"}).scorer.name == "baselines.h2o"
+    assert read_spec("snapkv", {"scorer.window": 9, "scorer.name": "baselines.snapkv"}).scorer.window == 9
+
+
+def test_a_wrong_override_is_not_blamed_on_a_line_of_the_file(tmp_path):
+    file = write(tmp_path, "scorer:\n  name: baselines.snapkv\n")
+    with pytest.raises(SpecError, match=r"^override: scorer.windw: unknown key"):
+        read_spec(file, {"scorer.windw": 1})
+    with pytest.raises(SpecError, match=r"^override: scorer: there is no scorer named 'snapvk'"):
+        read_spec(file, {"scorer": "snapvk"})
+    with pytest.raises(SpecError, match="extends cannot be overridden"):
+        read_spec(file, {"extends": "h2o"})
 
 
 def test_every_mistake_is_listed_once(tmp_path):
