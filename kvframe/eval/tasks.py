@@ -33,6 +33,7 @@ _GOLDEN = 0.6180339887498949
 # Tokens that the answer may have beyond the value itself, such as a colon or a quotation mark.
 _SLACK = 4
 _TARGETS = 64
+_LEAST_TEXT = 64
 
 
 @dataclass(frozen=True)
@@ -164,10 +165,10 @@ class Retrieval(Task):
             )
 
         least = len(build(0).ids)
-        if wanted < 2 * least:
+        if wanted < least + _LEAST_TEXT:
             raise InputError(
                 f"{wanted} tokens are too few for the task '{self.name}': its prompt has {least} without any text; "
-                f"give at least {2 * least}."
+                f"give at least {least + _LEAST_TEXT}."
             )
         short, long = 0, min(available, wanted)
         while len(build(long).ids) <= wanted:
