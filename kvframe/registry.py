@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,29 +10,12 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-import pluggy
-
-from kvframe import hookspecs
 from kvframe.errors import PluginError, SpecError
+from kvframe.naming import nearest
+from kvframe.plugins import CORE, DISABLE, GROUP, Offer, Plugin, load_plugin
 from kvframe.stages import KINDS, Stage
 
-GROUP = "kvframe"
-DISABLE = "KVFRAME_DISABLE_PLUGINS"
-
-
-@dataclass(frozen=True)
-class Plugin:
-    """A loaded plugin: its entry-point name and the distribution that brought it."""
-
-    name: str
-    distribution: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"plugin '{self.name}' ({self.distribution} {self.version})"
-
-
-CORE = Plugin("core", "kvframe", "built in")
+__all__ = ["CORE", "DISABLE", "GROUP", "Plugin", "Registry", "build", "disabled_plugins", "nearest", "registry"]
 
 
 @dataclass(frozen=True)
@@ -59,16 +41,6 @@ class Registry:
         return self.specs[name]
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """The end of a sentence: the name most like `name`, or the list of all."""
-    names = sorted(choices)
-    tails = {n.rpartition(".")[2]: n for n in names}
-    close = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name, list(tails), n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean '{tails.get(close[0], close[0])}'?"
-    return f"; there are: {', '.join(names) or 'none'}."
-
-
 def disabled_plugins() -> frozenset[str]:
     """Entry-point names in KVFRAME_DISABLE_PLUGINS, separated by commas."""
     return frozenset(name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip())
@@ -81,68 +53,39 @@ def registry() -> Registry:
 
 
 def build(points: Iterable[EntryPoint], disabled: frozenset[str] = frozenset()) -> Registry:
-    """Build a registry from core and the given entry points, without those whose name is disabled."""
-    manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(hookspecs)
+    """Build a registry from core and the given entry points, without those whose name is disabled. Raises PluginError
+    if a plugin cannot be used, or if two bring the same name."""
+    from kvframe import builtin
+
     stages: dict[str, dict[str, type[Stage]]] = {kind.kind: {} for kind in KINDS}
     specs: dict[str, Traversable] = {}
     owners: dict[str, Plugin] = {}
-    plugins = [CORE]
-
-    def claim(key: str, owner: Plugin) -> None:
-        if key in owners:
-            raise PluginError(
-                f"{owners[key]} and {owner} both register '{key.partition(':')[2]}'; "
-                f"uninstall one of them or set {DISABLE}={owner.name}."
-            )
-        owners[key] = owner
-
-    def add_stages(classes: Iterable[type[Stage]], owner: Plugin) -> None:
-        for stage in classes:
-            if not (isinstance(stage, type) and issubclass(stage, KINDS)):
-                raise PluginError(f"{owner} registers {stage!r}, which is not a class of one of the five stage kinds.")
-            name = stage.model_fields["name"].default
-            if owner is not CORE and not (isinstance(name, str) and name.startswith(f"{owner.name}.")):
+    offers = [Offer(CORE, builtin.STAGES, spec_files("kvframe.builtin"))]
+    offers += [load_plugin(p) for p in sorted(points, key=lambda p: p.name) if p.name not in disabled]
+    names: dict[str, Plugin] = {}
+    for offer in offers:
+        if (namesake := names.get(offer.plugin.name)) is not None:
+            raise PluginError(f"{namesake} and {offer.plugin} have the same entry-point name; uninstall one of them.")
+        names[offer.plugin.name] = offer.plugin
+        for kind, name in [
+            *((stage.kind, stage_name(stage)) for stage in offer.stages),
+            *(("spec", n) for n in offer.specs),
+        ]:
+            if (other := owners.get(f"{kind}:{name}")) is not None:
                 raise PluginError(
-                    f"{owner} registers the stage {stage.__name__} under the name {name!r}; "
-                    f"it must be '{owner.name}.<stage>'."
+                    f"{other} and {offer.plugin} both register '{name}'; "
+                    f"uninstall one of them or set {DISABLE}={offer.plugin.name}."
                 )
-            claim(f"{stage.kind}:{name}", owner)
-            stages[stage.kind][name] = stage
+            owners[f"{kind}:{name}"] = offer.plugin
+        for stage in offer.stages:
+            stages[stage.kind][stage_name(stage)] = stage
+        specs.update(offer.specs)
+    return Registry(stages, specs, owners, tuple(offer.plugin for offer in offers))
 
-    def add_specs(files_by_name: Mapping[str, Traversable], owner: Plugin) -> None:
-        for name, file in files_by_name.items():
-            claim(f"spec:{name}", owner)
-            specs[name] = file
 
-    from kvframe import builtin
-
-    add_stages(builtin.STAGES, CORE)
-    add_specs(spec_files("kvframe.builtin"), CORE)
-    for point in sorted(points, key=lambda p: p.name):
-        if point.name in disabled:
-            continue
-        owner = Plugin(point.name, *((point.dist.name, point.dist.version) if point.dist else ("unknown", "?")))
-        try:
-            module = point.load()
-        except Exception as error:
-            raise PluginError(
-                f"{owner} fails to import: {type(error).__name__}: {error}; mend or uninstall it, or set "
-                f"{DISABLE}={point.name} to go on without it."
-            ) from error
-        try:
-            manager.register(module, point.name)
-            manager.check_pending()
-        except (pluggy.PluginValidationError, ValueError) as error:
-            raise PluginError(f"{owner} does not fit kvframe's hooks: {' '.join(str(error).split())}") from error
-        plugins.append(owner)
-        callers = manager.subset_hook_caller
-        others = [m for m in manager.get_plugins() if m is not module]
-        for classes in callers("kvframe_register_stages", others)():
-            add_stages(classes, owner)
-        for found in callers("kvframe_register_specs", others)():
-            add_specs(found, owner)
-    return Registry(stages, specs, owners, tuple(plugins))
+def stage_name(stage: type[Stage]) -> str:
+    """The name of a stage class."""
+    return str(stage.model_fields["name"].default)
 
 
 def spec_files(package: str) -> dict[str, Traversable]:
