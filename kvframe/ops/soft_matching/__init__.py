@@ -43,7 +43,9 @@ def soft_matching(
     if metric not in get_args(Metric):
         raise InputError(f"soft_matching has no metric '{metric}'; there are: {', '.join(get_args(Metric))}.")
     if impl not in ("auto", *IMPLEMENTATIONS):
-        raise InputError(f"soft_matching has no implementation '{impl}'; there are: auto, {', '.join(IMPLEMENTATIONS)}.")
+        raise InputError(
+            f"soft_matching has no implementation '{impl}'; there are: auto, {', '.join(IMPLEMENTATIONS)}."
+        )
     check_shape("soft_matching", "rows", rows, (None, None))
     check_shape("soft_matching", "sources", sources, (None, None))
     check_shape("soft_matching", "targets", targets, (sources.shape[0], None))

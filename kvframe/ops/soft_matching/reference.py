@@ -7,8 +7,8 @@ from torch import Tensor
 
 # Relative to the rows' squared norm: scores closer than this are ties. Several times what fp32 products round off.
 TIE = 2.0**-17
-# Scores held at once, 4 MiB of fp32: about what a core's cache holds.
-BLOCK_ELEMENTS = 1 << 20
+# Scores held at once, 2 MiB of fp32: about what a core's cache holds.
+BLOCK_ELEMENTS = 1 << 19
 
 
 def soft_matching(
@@ -20,19 +20,20 @@ def soft_matching(
     partner = torch.full_like(sources, -1)
     if 0 in (chunks, n_sources, targets.shape[1]):
         return likeness, partner
-    if metric == "cosine":
-        norm = rows.norm(dim=-1, keepdim=True)
-        rows = rows / torch.where(norm > 0, norm, 1)
-    square = rows.square().sum(-1)
+    norm = rows.norm(dim=-1)
+    factor = 1 / torch.where(norm > 0, norm, 1)
     step = max(1, BLOCK_ELEMENTS // (n_sources * targets.shape[1]))
     for begin in range(0, chunks, step):
         block = slice(begin, begin + step)
         source, target = sources[block], targets[block]
         at_source, at_target = source.clamp_min(0), target.clamp_min(0)
-        scores = rows[at_source] @ rows[at_target].mT  # [p, a, b]
-        slack = TIE * square[at_source][:, :, None]
-        if metric != "cosine":
-            scores = 2 * scores - square[at_source][:, :, None] - square[at_target][:, None, :]
+        a, b = rows[at_source], rows[at_target]
+        if metric == "cosine":
+            a, b = a * factor[at_source][..., None], b * factor[at_target][..., None]
+            scores, slack = a @ b.mT, rows.new_tensor(TIE)  # [p, a, b]
+        else:
+            a_square, b_square = a.square().sum(-1, keepdim=True), b.square().sum(-1)[:, None]
+            scores, slack = 2 * (a @ b.mT) - a_square - b_square, TIE * a_square
         if metric == "ward" and counts is not None:
             n, m = counts[at_source][:, :, None], counts[at_target][:, None, :]
             scores, slack = scores * (n * m / (n + m)), slack * n
@@ -40,7 +41,7 @@ def soft_matching(
         best = scores.amax(-1, keepdim=True)
         place = (scores >= best - slack).byte().argmax(-1)  # the first of the ties
         matched = (source >= 0) & (target >= 0).any(-1, keepdim=True)
-        top = 1.0 if metric == "cosine" else 0.0  # what rounding may exceed
+        top = 1.0 if metric == "cosine" else 0.0  # rounding may go beyond
         likeness[block] = torch.where(matched, best.squeeze(-1).clamp_max(top), -torch.inf)
         partner[block] = torch.where(matched, target.gather(1, place), -1)
     return likeness, partner

@@ -89,7 +89,9 @@ class SoftMatching(Allocator):
     def _thresholds_fit(self) -> SoftMatching:
         if self.schedule == "fraction":
             if self.thresholds:
-                raise ValueError("thresholds belong to schedule tighten or relax; leave them out or change the schedule")
+                raise ValueError(
+                    "thresholds belong to schedule tighten or relax; leave them out or change the schedule"
+                )
             return self
         if self.similarity != "cosine":
             raise ValueError(
@@ -113,7 +115,7 @@ class SoftMatching(Allocator):
         """Return a plan of exactly the budget, or of the whole body if that is smaller.
 
         Raises InputError, naming the layer, if a key is not finite."""
-        layers, _, heads, tokens = observation.shape
+        layers, _, heads, _ = observation.shape
         body = observation.body
         budget = torch.minimum(budget, layers * heads * body.sum(1))
         targets = share_out(budget, layers, heads, self.share, self.safeguard)

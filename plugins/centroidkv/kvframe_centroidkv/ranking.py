@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+BITS = 2.0**17
+
 
 def highest(values: Tensor, group: Tensor, quota: Tensor) -> Tensor:
     """Return bool `[K]`: the `quota` int64 `[G]` highest `values [K]` of each `group` int64 `[K]`, or all it has.
 
-    Ties go to the earlier item, and no group depends on another one."""
+    Values are compared to 17 bits: what differs by rounding only is a tie, and ties go to the earlier item. No group
+    depends on another one."""
+    mantissa, exponent = torch.frexp(values)
+    values = torch.ldexp((mantissa * BITS).round() / BITS, exponent)
     order = values.argsort(descending=True, stable=True)
     if len(quota) > 1:
         order = order[group[order].argsort(stable=True)]
