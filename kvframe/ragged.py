@@ -12,7 +12,7 @@ def append_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
     """Return `parts` with `new` behind them, joined to the last one if their encoder can do it: fewer parts mean fewer
     kernel calls a step."""
     if parts and parts[-1].encoder == new.encoder and parts[-1].state is new.state:
-        joined = new.encoder.join(parts[-1].encoded, new.encoded)
+        joined = new.encoder.join(parts[-1].encoded, new.encoded, new.state)
         if joined is not None:
             return (*parts[:-1], Part(joined, new.encoder, new.state))
     return (*parts, new)

@@ -99,12 +99,15 @@ class Encoder(Stage):
 
     Class variables:
         block: rows coded together; 1 = row by row.
-        uses_positions: decoding needs the entries' positions, so they must be held.
     """
 
     kind: ClassVar[str] = "encoder"
     block: ClassVar[int] = 1
-    uses_positions: ClassVar[bool] = False
+
+    @property
+    def uses_positions(self) -> bool:
+        """Whether decoding needs the entries' positions, so that they must be held."""
+        return False
 
     @property
     def joins_heads(self) -> int:
@@ -129,9 +132,9 @@ class Encoder(Stage):
         `decode` gives. A kernel that attends tiles never rebuilds the whole cache. Default: one piece."""
         yield self.decode(encoded, state)
 
-    def join(self, first: Encoded, second: Encoded) -> Encoded | None:
-        """Return the codes of `first` followed by those of `second` in each (b, h), both made with one state, or None
-        if they must stay apart. Default: joined row by row if every code has one row an entry (`block` 1)."""
+    def join(self, first: Encoded, second: Encoded, state: Any) -> Encoded | None:
+        """Return the codes of `first` followed by those of `second` in each (b, h), both made with `state`, or None if
+        they must stay apart. Default: joined row by row if every code has one row an entry (`block` 1)."""
         return join_rows(first, second) if self.block == 1 else None
 
     @abstractmethod

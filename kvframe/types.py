@@ -63,6 +63,11 @@ class Needs:
         )
 
 
+def no_bias(layer: int) -> tuple[Tensor | None, Tensor | None]:
+    """The biases of projections that have none."""
+    return None, None
+
+
 @dataclass(frozen=True, eq=False)
 class ModelInfo:
     """What the stages may know of the model.
@@ -73,6 +78,10 @@ class ModelInfo:
         scale: factor on q.k before the softmax.
         rope: rotation of this model's keys and queries.
         output_weight: layer in 0..L-1 -> the output projection as [Hq, D, hidden].
+        projection_bias: layer in 0..L-1 -> the biases `[H * D]` that keys (before RoPE) and values contain; None for
+            one that does not exist, or is not plainly added.
+        identify: gives `fingerprint`, which costs a look at the weights.
+        read: lets the model read a text of kvframe's own, with what a stage needs observed; None where there is none.
     """
 
     layers: int
@@ -84,10 +93,18 @@ class ModelInfo:
     output_weight: Callable[[int], Tensor]
     layer_ids: tuple[int, ...]
     name: str = "model"
+    projection_bias: Callable[[int], tuple[Tensor | None, Tensor | None]] = no_bias
+    identify: Callable[[], str] = str
+    read: Callable[[Needs], Reading] | None = None
 
     def __post_init__(self) -> None:
         if self.query_heads % self.kv_heads:
             raise StageError(f"{self.query_heads} query heads cannot be shared out over {self.kv_heads} KV heads.")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the weights and the geometry, not with dtype or device; "" if unknown."""
+        return self.identify()
 
     @property
     def group(self) -> int:
@@ -158,6 +175,17 @@ class Observation:
     def shape(self) -> tuple[int, int, int, int]:
         """`(L, B, H, T)`, the shape of scores."""
         return (self.model.layers, self.valid.shape[0], self.model.kv_heads, self.valid.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A model reading a text: `observations` come as they are asked for; `text` is the text's hash, `title` what to
+    call it, `tokens` how many there will be."""
+
+    observations: Iterable[Observation]
+    text: str
+    title: str
+    tokens: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,12 @@ ROOT = Path(kvframe.__file__).parent
 PLUGINS = sorted(path for path in (ROOT.parent / "plugins").glob("*/kvframe_*") if path.is_dir())
 PUBLIC = {
     "kvframe",
+    "kvframe.calibration",
     "kvframe.errors",
     "kvframe.hookspecs",
     "kvframe.ops",
     "kvframe.registry",
+    "kvframe.rope",
     "kvframe.stages",
     "kvframe.types",
 }

@@ -146,7 +146,7 @@ class CompressedCache(Cache):
             itemsize = self.compressed_layers[0].recent.keys.element_size()
             bits = self.pipeline.entry_bits(self.info, itemsize)
             budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits, prompt)
-            observation = self._observe(regions)
+            observation = self.observe(regions, self.pipeline.needs)
             result = self.pipeline.run(observation, budget, regions.sinks, self._states, self._bound)
             self._adopt(result, regions)
             for note in result.plan.notes:
@@ -168,17 +168,18 @@ class CompressedCache(Cache):
         count = self.valid.sum(1).cpu()
         return torch.minimum(row_lengths(suffix, len(count), "suffix_length"), count)
 
-    def _observe(self, regions: Regions) -> Observation:
+    def observe(self, regions: Regions, needs: Needs) -> Observation:
+        """What was seen of the exact tokens, cut down to what is needed."""
         if self.valid is None or self.positions is None:
             raise RuntimeError("nothing was seen yet")
         return Observation(
-            layers=tuple(layer.observe(self.pipeline.needs) for layer in self.compressed_layers),
+            layers=tuple(layer.observe(needs) for layer in self.compressed_layers),
             positions=self.positions,
             valid=self.valid,
             body=regions.body,
             model=self.info,
             hidden_states={
-                d: t for d in self.pipeline.needs.hidden_states if (t := self._watch.hidden[d].tensor()) is not None
+                d: t for d in needs.hidden_states if (t := self._watch.hidden[d].tensor()) is not None
             },
             surprisal=None if self._watch.surprisal is None else self._watch.surprisal.tensor(),
             suffix=regions.suffix,

@@ -10,11 +10,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import platformdirs
 import torch
 import transformers
 from safetensors import SafetensorError
 
+from kvframe.cachedir import cache_dir
 from kvframe.errors import ModelError
 from kvframe.hf.checkpoint import Checkpoint
 
@@ -49,12 +49,6 @@ def embedded_checkpoint() -> Checkpoint:
 
         write_whole(folder, write)
     return Checkpoint(str(folder), remedy="delete that folder, which is written anew at the next load")
-
-
-def cache_dir() -> Path:
-    """The directory for what can be made again: `KVFRAME_CACHE_DIR`, or the platform's own for users' caches."""
-    chosen = os.environ.get("KVFRAME_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("kvframe")
 
 
 def write_whole(folder: Path, write: Callable[[Path], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvframe.errors import ModelError
+from kvframe.hf.reading import own_reading
 from kvframe.rope import Rope
 from kvframe.types import ModelInfo
 
@@ -56,10 +58,47 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
         weight: Tensor = modules[layer].o_proj.weight.detach()  # [hidden, Hq * D]
         return weight.T.reshape(query_heads, head_dim, -1)
 
-    rope = _rope(model, modules[0])
+    def identify() -> str:
+        return _fingerprint(modules, (len(layer_ids), query_heads, kv_heads, head_dim, scale, type(model).__name__))
+
     return ModelInfo(
-        len(layer_ids), query_heads, kv_heads, head_dim, scale, rope, output_weight, layer_ids, type(model).__name__
+        layers=len(layer_ids),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        rope=_rope(model, modules[0]),
+        output_weight=output_weight,
+        layer_ids=layer_ids,
+        name=type(model).__name__,
+        projection_bias=lambda layer: _biases(modules[layer]),
+        identify=identify,
+        read=own_reading(model),
     )
+
+
+def _biases(attention: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The biases of the key and value projections, where nothing comes between projection and cache but RoPE."""
+
+    def bias(projection: str, norm: str) -> Tensor | None:
+        linear = getattr(attention, projection, None)
+        plain = isinstance(linear, nn.Linear) and getattr(attention, norm, None) is None
+        return linear.bias.detach() if plain and linear is not None and linear.bias is not None else None
+
+    return bias("k_proj", "k_norm"), bias("v_proj", "v_norm")
+
+
+def _fingerprint(modules: list[Any], geometry: tuple[Any, ...]) -> str:
+    """12 hexadecimal digits of the geometry and of 64 output weights of each layer, rounded to bfloat16, so that a
+    model has the same in every dtype; "" for a model without weights."""
+    digest = hashlib.sha256(repr(geometry).encode())
+    for module in modules:
+        weight = module.o_proj.weight.detach().flatten()
+        if weight.device.type == "meta":
+            return ""
+        some = weight[:: max(1, weight.numel() // 64)][:64].to("cpu", torch.bfloat16)
+        digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """Operations with a readable reference and faster implementations held against it."""
 
+from kvframe.ops import bitpack, lloyd_max
 from kvframe.ops.interval_distortion import IntervalTables, interval_distortion, interval_sums
 from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragged_attention
 from kvframe.ops.segment_pool import segment_pool
@@ -8,9 +9,11 @@ from kvframe.ops.soft_matching import soft_matching
 
 __all__ = [
     "IntervalTables",
+    "bitpack",
     "dense_attention",
     "interval_distortion",
     "interval_sums",
+    "lloyd_max",
     "merge_attention",
     "ragged_attention",
     "segment_pool",

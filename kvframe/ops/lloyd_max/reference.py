@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import pairwise
 from statistics import NormalDist
 
 import torch
@@ -40,7 +41,7 @@ def _lloyd(levels: list[float]) -> list[float]:
     """Move borders midway between levels and levels to their cells' means until nothing moves."""
     normal = NormalDist()
     for _ in range(SWEEPS):
-        borders = [(a + b) / 2 for a, b in zip(levels, levels[1:], strict=False)]
+        borders = [(a + b) / 2 for a, b in pairwise(levels)]
         cdf = [0.0, *(normal.cdf(b) for b in borders), 1.0]
         pdf = [0.0, *(normal.pdf(b) for b in borders), 0.0]
         new = [(pdf[i] - pdf[i + 1]) / (cdf[i + 1] - cdf[i]) for i in range(len(levels))]
