@@ -1,7 +1,7 @@
 """Operations with a readable reference and faster implementations held against it."""
 
 from kvframe.ops import bitpack, lloyd_max
-from kvframe.ops.interval_distortion import IntervalTables, interval_distortion, interval_sums
+from kvframe.ops.interval_distortion import IntervalTables, gram_band, interval_distortion, interval_sums
 from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragged_attention
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.ops.select_top import select_top
@@ -11,6 +11,7 @@ __all__ = [
     "IntervalTables",
     "bitpack",
     "dense_attention",
+    "gram_band",
     "interval_distortion",
     "interval_sums",
     "lloyd_max",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvframe.errors import InputError
+from kvframe.ops.interval_distortion.fast import gram_band
 from kvframe.ops.interval_distortion.fast import interval_distortion as interval_distortion_fast
 from kvframe.ops.interval_distortion.reference import interval_distortion as interval_distortion_reference
 from kvframe.ops.interval_distortion.tables import IntervalTables, interval_sums
@@ -43,8 +44,8 @@ def interval_distortion(
         mean over probes of  Z [ mass_share (Z - Z')^2 / Z^2 + (1 - mass_share) |M - M'|^2 / |M|^2 ]
 
     0 = exact, 1 = as bad as a dropped region. Source: GraceKV (Tian et al. 2026, arXiv 2608.07001), prototypes and
-    distortion. `impl`: "reference" (fp64, interval by interval), "fast" (fp32 recurrences), "triton" (the same on a GPU)
-    or "auto". Raises InputError for another name."""
+    distortion. `impl`: "reference" (fp64, interval by interval), "fast" (fp32 recurrences over all intervals of one
+    length at a time) or "auto". Raises InputError for another name."""
     name = "fast" if impl == "auto" else impl
     if name not in IMPLEMENTATIONS:
         raise InputError(
@@ -53,4 +54,4 @@ def interval_distortion(
     return IMPLEMENTATIONS[name](keys, values, probes, weights, rope, scale, longest, mass_share, base, coherent)
 
 
-__all__ = ["IntervalTables", "interval_distortion", "interval_sums"]
+__all__ = ["IntervalTables", "gram_band", "interval_distortion", "interval_sums"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,16 +38,22 @@ def interval_distortion(
     step = max(1, block // max(1, probes.shape[1] * tokens))
     for begin in range(0, units, step):
         now = slice(begin, begin + step)
-        chunk = [x[now].float() for x in (keys, values, probes, weights)]
-        _fill(*chunk, rope, scale, mass_share, base, coherent, distortion[now], multiplicity[now], mass[now])
+        chunk = Inputs(*(x[now].float() for x in (keys, values, probes, weights)))
+        _fill(chunk, rope, scale, mass_share, base, coherent, distortion[now], multiplicity[now], mass[now])
     return IntervalTables(distortion, multiplicity, mass)
 
 
+class Inputs(NamedTuple):
+    """The tensors of some units, fp32; see `kvframe.ops.interval_distortion`."""
+
+    keys: Tensor
+    values: Tensor
+    probes: Tensor
+    weights: Tensor
+
+
 def _fill(
-    keys: Tensor,
-    values: Tensor,
-    probes: Tensor,
-    weights: Tensor,
+    inputs: Inputs,
     rope: Rope,
     scale: float,
     mass_share: float,
@@ -57,7 +65,8 @@ def _fill(
 ) -> None:
     """One chunk of units. All sums grow by adding a token, never by taking differences of prefix sums: beside a token
     that draws nearly all attention, these would lose every digit."""
-    units, tokens, dim = keys.shape
+    keys, values, probes, weights = inputs
+    units, tokens, _ = keys.shape
     longest, n_probes = distortion.shape[1], probes.shape[1]
     probes = probes * scale
     logits = probes @ keys.mT  # [U, P, N]
@@ -73,7 +82,7 @@ def _fill(
     # A merged key is the mean of R(p - t) k_t, so its logit is the mean of (R(t - p) q) . k_t: only `longest` different
     # rotations of the probes occur, and no merged key need be formed.
     shifts = torch.arange(-((longest - 1) // 2), longest // 2 + 1, device=keys.device)  # t - p
-    turned = (rope.rotate(probes[:, None], shifts[:, None]) / rope.scaling).flatten(1, 2)  # [U, shifts*P, D]
+    turned = Rope(rope.inv_freq).rotate(probes[:, None], shifts[:, None]).flatten(1, 2)  # [U, shifts*P, D]
     shifted = (turned @ keys.mT).view(units, len(shifts), n_probes, tokens)
     zero_shift = (longest - 1) // 2
     # Sums of shifted logits by the position p of the merged key, for odd and for even lengths.
@@ -118,7 +127,7 @@ def _fill(
         left = (length - 1) // 2
         centre = slice(left, left + n)
         sums[..., centre] += shifted[:, zero_shift + length // 2, :, new]
-        sums[..., centre] += shifted[:, zero_shift - left, :, old] if length > 1 else 0
+        sums[..., centre] += shifted[:, zero_shift - left, :, old]
 
         if coherent:
             coherence = key_square[:, old].clamp_min(0) / norm_sum[:, old].square().clamp_min(EPS)
@@ -154,7 +163,5 @@ def gram_band(rows: Tensor, longest: int) -> Tensor:
     left = padded[:, : blocks * _ROWS].unflatten(1, (blocks, _ROWS))
     product = left @ right.mT  # [U, blocks, ROWS, width]
     outer = _ROWS * width
-    band = product.as_strided(
-        (units, longest, blocks, _ROWS), (blocks * outer, 1, outer, width + 1)
-    )
+    band = product.as_strided((units, longest, blocks, _ROWS), (blocks * outer, 1, outer, width + 1))
     return band.reshape(units, longest, blocks * _ROWS)[..., :tokens].contiguous()

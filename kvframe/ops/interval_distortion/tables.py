@@ -35,6 +35,6 @@ def interval_sums(tokens: Tensor, longest: int) -> Tensor:
     sums = [tokens]
     for length in range(2, longest + 1):
         grown = sums[-1].clone()
-        grown[..., : tokens.shape[-1] - length + 1] += tokens[..., length - 1 :]
+        grown[..., : max(0, tokens.shape[-1] - length + 1)] += tokens[..., length - 1 :]
         sums.append(grown)
     return torch.stack(sums, -2)

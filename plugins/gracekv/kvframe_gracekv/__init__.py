@@ -8,14 +8,16 @@ from importlib.resources.abc import Traversable
 
 from kvframe import hookimpl
 from kvframe.stages import Stage
+from kvframe_gracekv.budget_flow import BudgetFlow
 from kvframe_gracekv.exact_flow import ExactFlow
+from kvframe_gracekv.segmenter import Curvature
 from kvframe_gracekv.value_flow import ValueFlow
 
 
 @hookimpl
 def kvframe_register_stages() -> Iterable[type[Stage]]:
     """The segmenter, the scorer and the allocators."""
-    return (ValueFlow, ExactFlow)
+    return (Curvature, ValueFlow, BudgetFlow, ExactFlow)
 
 
 @hookimpl

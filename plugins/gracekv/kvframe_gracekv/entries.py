@@ -33,7 +33,9 @@ class PlanBuilder:
         """Enter the partition of a row, bool `[L, H, N]` both (see `partition.Solution`)."""
         owner = torch.where(dropped, -1, begins.cumsum(-1, dtype=torch.int32) - 1)
         count = begins.sum(-1)
-        weights, multiplicities, positions = [], [], []
+        weights: list[Tensor] = []
+        multiplicities: list[Tensor] = []
+        positions: list[Tensor] = []
         for layer in range(self.observation.model.layers):
             parts = self._layer(row, layer, owner[layer], count[layer])
             for kept, part in zip((weights, multiplicities, positions), parts, strict=True):
@@ -59,15 +61,14 @@ class PlanBuilder:
         blank = norm <= torch.finfo(torch.float32).tiny
         weight = torch.where(blank, 1.0 / size[entry], weight / torch.where(blank, 1.0, norm))
         at = self.observation.positions[row.index, row.body][token]
-        first = torch.full((total,), torch.iinfo(torch.int64).max, device=at.device).scatter_reduce_(0, entry, at, "amin")
-        last = torch.full((total,), -1, device=at.device).scatter_reduce_(0, entry, at, "amax")
+        first, last = (torch.zeros(total, dtype=at.dtype, device=at.device) for _ in range(2))
+        first.scatter_reduce_(0, entry, at, "amin", include_self=False)
+        last.scatter_reduce_(0, entry, at, "amax", include_self=False)
         out = torch.zeros(heads, tokens, device=owner.device)
         out[head, token] = weight
         return out, self._multiplicity(row, layer, head, token, entry, size), ((first + last) // 2).int()
 
-    def _multiplicity(
-        self, row: Row, layer: int, head: Tensor, token: Tensor, entry: Tensor, size: Tensor
-    ) -> Tensor:
+    def _multiplicity(self, row: Row, layer: int, head: Tensor, token: Tensor, entry: Tensor, size: Tensor) -> Tensor:
         """clamp(n c^2, 1, n) with the coherence c of the keys before RoPE; 1 for a single token."""
         n = size.float()
         if not self.loss.coherent:
@@ -98,9 +99,10 @@ class PlanBuilder:
                 weight[index][:, plan.row.body] = plan.weight[layer]
                 multiplicity.append(plan.multiplicity[layer])
                 positions.append(plan.positions[layer])
-            merged = [torch.cat(parts) if parts else torch.zeros(0, device=device) for parts in (multiplicity, positions)]
-            if bool((count.sum() == (assignment >= 0).sum())):
+            if bool(count.sum() == (assignment >= 0).sum()):
+                # Single tokens only: nothing to weigh, count or move.
                 plans.append(LayerPlan(assignment, count))
             else:
-                plans.append(LayerPlan(assignment, count, None, weight, merged[0], merged[1].int()))
+                joined = torch.cat(multiplicity), torch.cat(positions)
+                plans.append(LayerPlan(assignment, count, None, weight, *joined))
         return Plan(tuple(plans), notes)

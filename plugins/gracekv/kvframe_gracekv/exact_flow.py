@@ -28,9 +28,10 @@ class ExactFlow(Allocator):
         loss of a dropped token = omega * score        (`loss: mass`: omega * the probes' attention on it)
         loss of an entry = omega * score of its tokens * distortion / mass  (`loss: mass`: omega * distortion)
 
-    omega is the sensitivity of the head. What is left when the price jumps over the budget is spent on the dropped tokens
-    of highest loss, then on splitting entries. Entries merge neighbours of one segment only. Source: own; it replaces the
-    trees, the floor and the heap of GraceKV by an exact solution over all intervals of at most `longest` tokens."""
+    omega is the sensitivity of the head. What is left when the price jumps over the budget is spent on the dropped
+    tokens of highest loss, then on splitting entries. Entries merge neighbours of one segment only. Source: own; it
+    replaces the trees, the floor and the heap of GraceKV by an exact solution over all intervals of at most `longest`
+    tokens."""
 
     paper: ClassVar[str] = "own, after Tian et al., 2026, arXiv 2608.07001"
     ragged: ClassVar[bool] = True
@@ -89,9 +90,7 @@ class ExactFlow(Allocator):
         lengths = torch.unique_consecutive(segments.ids[row.index, row.body], return_counts=True)[1].cpu()
         slots = Slots(lengths, layers * heads, self.longest, row.body.device)
         drops = torch.empty(layers * heads, len(row.body), device=row.body.device)
-        for layer, table in layer_tables(
-            observation, row, score, slots.longest, self.probes, self._loss, self.name
-        ):
+        for layer, table in layer_tables(observation, row, score, slots.longest, self.probes, self._loss, self.name):
             units = slice(layer * heads, (layer + 1) * heads)
             weight = omega[layer][:, None]
             if self.loss == "mass":

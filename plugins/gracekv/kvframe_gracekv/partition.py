@@ -2,8 +2,8 @@
 
     cost of a slot = sum over kept intervals of (loss + price) + sum over dropped tokens of their loss
 
-By dynamic programming over the end of the last interval, for all slots of all units (layers, heads) at once. Source: own;
-the Lagrangian of GraceKV's allocation over all intervals instead of the nodes of one tree."""
+By dynamic programming over the end of the last interval, for all slots of all units (layers, heads) at once. Source:
+own; the Lagrangian of GraceKV's allocation over all intervals instead of the nodes of one tree."""
 
 from __future__ import annotations
 

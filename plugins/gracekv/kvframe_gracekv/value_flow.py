@@ -23,9 +23,9 @@ class ValueFlow(Scorer):
         score[t] = (1 - graph_share) * direct[t] + graph_share * flow[t] / (sum over the body of flow)
 
     The seeds of the first hop are the body's tokens of highest direct value (mean over layers and heads) up to
-    `seed_mass` of it, at most `seeds`; those of the next hop are chosen in the same way by what the last one gave, without
-    the seeds so far. Scores of a (layer, head) sum to 1 over the body. Direction: higher = keep. Source: Tian et al.
-    2026, value flow. With `hops: 0`, or `graph_share: 0`, only the probes' queries are observed; else all queries are."""
+    `seed_mass` of it, at most `seeds`; those of the next hop are chosen in the same way by what the last one gave,
+    without the seeds so far. Scores of a (layer, head) sum to 1 over the body. Direction: higher = keep. With `hops: 0`
+    or `graph_share: 0` only the probes' queries are observed, else all. Source: Tian et al. 2026, value flow."""
 
     paper: ClassVar[str] = "Tian et al., 2026, arXiv 2608.07001"
 
@@ -94,12 +94,14 @@ class ValueFlow(Scorer):
             chosen = self._seeds(mass)  # [S], indices into the body
             if not len(chosen):
                 break
-            weight = normalised(mass[chosen]) if self.seed_weights == "mass" else torch.full_like(mass[chosen], 1 / len(chosen))
+            weight = normalised(mass[chosen] if self.seed_weights == "mass" else torch.ones_like(mass[chosen]))
             spent[chosen] = True
             reached = torch.zeros_like(total)
             for layer in layers:
-                attention = attention_at(observation, layer, row, row.body[chosen], self.name)[..., inside]  # [Hq, S, N]
-                reached += weight @ attention.sum(0)
+                attention = attention_at(observation, layer, row, row.body[chosen], self.name)[
+                    ..., inside
+                ]  # [Hq, S, N]
+                reached += weight @ attention.sum(0)  # [S] @ [S, N]
             mass = reached.masked_fill(spent, 0)
             total += self.decay**hop * mass
         return normalised(total)
