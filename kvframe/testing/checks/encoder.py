@@ -1,0 +1,216 @@
+"""Laws of encoders. All of them fit the encoder on the prompts first, without an artefact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from kvframe.ops import merge_attention, ragged_attention
+from kvframe.testing.case import Case, arguments, cases_for, coded, first_difference, fitted
+from kvframe.testing.law import BrokenError, expect, law
+from kvframe.testing.numerics import attention_tolerance
+from kvframe.types import Encoded, Entries, storage_bytes
+
+EXTREME = ("random", "constant", "zero", "tiny", "huge")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A code may be padded to a whole number of words a row; that, and no more, may come on top of what is declared.
+WORD = 4
+
+
+def _cases(stage: Any) -> Any:
+    return cases_for(stage)
+
+
+def _extreme(stage: Any) -> Any:
+    return cases_for(stage, contents=EXTREME, dtypes=DTYPES)
+
+
+def _long(stage: Any) -> Any:
+    return cases_for(stage, lengths=(33, 64, 100), max_rows=2, max_protected=0)
+
+
+def _bit_fields(stage: Any) -> list[str]:
+    """Fields that set a number of bits a value."""
+    numbers = (name for name, info in type(stage).model_fields.items() if info.annotation in (int, float))
+    return [name for name in numbers if name == "bits" or name.endswith("_bits")]
+
+
+def layers_of(stage: Any, case: Case) -> list[tuple[Entries, Encoded, Entries, Any]]:
+    """`(entries, codes, decoded, state)` of each layer."""
+    seen, made = arguments(stage, case)
+    found = []
+    for entries, state in zip(made, fitted(stage, seen), strict=True):
+        entries = entries if stage.uses_positions else replace(entries, positions=None)
+        found.append((entries, *coded(stage, entries, state), state))
+    return found
+
+
+def take(entries: Entries, begin: list[int], end: list[int]) -> Entries:
+    """Rows `begin[i]:end[i]` of each (b, h), counted from its first one."""
+    ranges = [torch.arange(first + b, first + e) for first, b, e in zip(entries.bounds, begin, end, strict=False)]
+    rows = torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64)
+    lengths = torch.tensor([0, *(e - b for b, e in zip(begin, end, strict=True))])
+    optional = {n: t[rows] for n in ("log_multiplicity", "positions") if (t := getattr(entries, n)) is not None}
+    return Entries(lengths.cumsum(0), entries.keys[rows], entries.values[rows], **optional)
+
+
+def same_entries(mine: Entries, theirs: Entries, expected: str, limit: float = 0.0) -> None:
+    """Raise BrokenError unless two lists of entries are the same."""
+    for name in ("offsets", "keys", "values", "log_multiplicity", "positions"):
+        a, b = getattr(mine, name), getattr(theirs, name)
+        expect((a is None) == (b is None), expected, f"{name} {'missing' if a is None else 'that nobody gave'}")
+        if isinstance(a, Tensor):
+            difference = first_difference((a, limit if a.is_floating_point() else 0.0), (b, 0.0))
+            expect(not difference, expected, f"{name}: {difference}")
+
+
+@law("encoder", _extreme)
+def decoding_gives_entries_back(stage: Any, case: Case) -> None:
+    """Decoding gives as many rows a head, in the dtype that came in; multiplicities, and positions if the encoder uses
+    them, come back bit by bit."""
+    for entries, encoded, back, _ in layers_of(stage, case):
+        expect(torch.equal(encoded.offsets, entries.offsets), f"offsets {entries.offsets}", f"{encoded.offsets}")
+        expect(torch.equal(back.offsets, entries.offsets), f"offsets {entries.offsets}", f"{back.offsets}")
+        expect(back.keys.shape == entries.keys.shape, f"keys {list(entries.keys.shape)}", str(list(back.keys.shape)))
+        expect(back.values.shape == entries.values.shape, "values of the shape that came in", str(back.values.shape))
+        for tensor in (back.keys, back.values):
+            expect(tensor.dtype == entries.keys.dtype, f"{entries.keys.dtype} again", str(tensor.dtype))
+        for name in ("log_multiplicity", "positions"):
+            a, b = getattr(entries, name), getattr(back, name)
+            expect((a is None) == (b is None) and (a is None or torch.equal(a, b)), f"{name} as it came", f"{b}")
+
+
+@law("encoder", _extreme)
+def decoding_stays_finite(stage: Any, case: Case) -> None:
+    """Constant, zero, tiny (1e-6) and huge (3e4) entries in fp32, bf16 and fp16 decode to finite numbers."""
+    for _, _, back, _ in layers_of(stage, case):
+        for name in ("keys", "values"):
+            expect(getattr(back, name).isfinite().all(), f"finite {name}", "inf or NaN")
+
+
+@law("encoder", _cases)
+def decoding_is_nearer_than_nothing(stage: Any, case: Case) -> None:
+    """Over all entries, decoded keys and values are at least as near to the true ones as zeros are."""
+    for entries, _, back, _ in layers_of(stage, case):
+        for name in ("keys", "values"):
+            true, found = getattr(entries, name).double(), getattr(back, name).double()
+            error, energy = float((true - found).square().sum()), float(true.square().sum())
+            expect(error <= energy * (1 + 1e-6), f"a squared error of {name} of at most {energy:.4g}", f"{error:.4g}")
+
+
+@law("encoder", _cases)
+def coding_goes_block_by_block(stage: Any, case: Case) -> None:
+    """Coding the rows of each head in two portions, cut at a block's border, decodes to the same as coding them at
+    once."""
+    for entries, _, back, state in layers_of(stage, case):
+        lengths = entries.offsets.diff().tolist()
+        cut = [n // 2 // stage.block * stage.block for n in lengths]
+        portions = [take(entries, [0] * len(cut), cut), take(entries, cut, lengths)]
+        one, two = (coded(stage, portion, state)[1] for portion in portions)
+        size = float(entries.keys.abs().max()) if len(entries.keys) else 0.0
+        # The same arithmetic on fewer rows: matrix products may be added up in another order.
+        limit = 4 * entries.keys.shape[-1] * torch.finfo(torch.float32).eps * size
+        same_entries(one, take(back, [0] * len(cut), cut), "the first rows as from all rows", limit)
+        same_entries(two, take(back, cut, lengths), "the last rows as from all rows", limit)
+
+
+@law("encoder", _cases)
+def joined_codes_decode_to_both(stage: Any, case: Case) -> None:
+    """What `join` returns decodes to the rows of the first and then of the second, head by head, and holds no more
+    bytes than both did."""
+    for entries, _, _, state in layers_of(stage, case):
+        lengths = entries.offsets.diff().tolist()
+        for cut in ([n // 2 for n in lengths], [n // 2 // stage.block * stage.block for n in lengths]):
+            (first, one), (second, two) = (
+                coded(stage, take(entries, a, b), state) for a, b in (([0] * len(cut), cut), (cut, lengths))
+            )
+            joined = stage.join(first, second, state)
+            if joined is None:
+                continue
+            back = stage.decode(joined, state)
+            expect(torch.equal(back.offsets, entries.offsets), f"offsets {entries.offsets}", f"{back.offsets}")
+            same_entries(take(back, [0] * len(cut), cut), one, "the rows of the first part")
+            same_entries(take(back, cut, lengths), two, "the rows of the second part")
+            both = storage_bytes([*first.codes.values()]) + storage_bytes([*second.codes.values()])
+            held = storage_bytes([*joined.codes.values()])
+            expect(held <= both, f"at most the {both} bytes of both", str(held))
+
+
+@law("encoder", _cases)
+def tiles_are_the_entries(stage: Any, case: Case) -> None:
+    """The pieces that `tiles` yields hold together each head's entries once: attending them gives what attending the
+    decoded entries gives."""
+    for _, encoded, back, state in layers_of(stage, case):
+        pieces = list(stage.tiles(encoded, state))
+        expect(pieces or not len(back.keys), "a tile at least")
+        if not pieces:
+            continue
+        total = torch.stack([piece.offsets.diff() for piece in pieces]).sum(0)
+        expect(torch.equal(total, back.offsets.diff()), f"{back.offsets.diff()} rows a head", f"{total}")
+        query, scale = case.query(), case.prompts.model.scale
+        whole = ragged_attention(query.double(), back, scale, impl="reference")
+        parts = merge_attention([ragged_attention(query.double(), piece, scale, impl="reference") for piece in pieces])
+        for name, a, b, limit in zip(
+            ("out", "lse"), parts, whole, attention_tolerance(query, back, scale), strict=True
+        ):
+            difference = first_difference((a, limit), (b, 0.0))
+            expect(not difference, "attention over the tiles as over all entries", f"{name}: {difference}")
+
+
+@law("encoder", _cases)
+def declared_bits_are_held(stage: Any, case: Case) -> None:
+    """`bits_per_entry` times the entries is the size of the storages behind the codes, but for the last block of each
+    head and a word a row: no less (nothing lies outside) and no more (no view of something larger is held)."""
+    for entries, encoded, _, state in layers_of(stage, case):
+        held = storage_bytes(encoded.codes.values())
+        bits = stage.bits_per_entry(case.prompts.model, entries.keys.element_size(), state)
+        lengths = entries.offsets.diff()
+        rounded = int(((lengths + stage.block - 1) // stage.block * stage.block).sum())
+        low, high = bits * len(entries.keys) / 8, bits * rounded / 8
+        slack = WORD * len(encoded.codes) * max(1, rounded)
+        expect(held <= high + slack, f"at most {high:.0f} bytes for {len(entries.keys)} entries of {bits} bits and "
+               f"{slack} of padding", f"{held}")  # fmt: skip
+        # A rounded hundredth: a declared mean over layers need not be that of each layer.
+        expect(held >= 0.99 * low, f"at least the declared {low:.0f} bytes", f"{held}")
+
+
+@law("encoder", _cases, weight=0.5)
+def nothing_is_coded_as_nothing(stage: Any, case: Case) -> None:
+    """A layer without entries, and heads without entries, can be coded, joined and decoded; no codes are held for
+    them."""
+    for entries, encoded, back, state in layers_of(stage, case):
+        zeros = [0] * (len(entries.bounds) - 1)
+        codes, empty = coded(stage, take(entries, zeros, zeros), state)
+        expect(not len(empty.keys) and not len(empty.values), "no rows", str(list(empty.keys.shape)))
+        held = storage_bytes(codes.codes.values())
+        expect(held == 0, "no bytes of codes for no entries", f"{held}")
+        for one, two in ((codes, encoded), (encoded, codes)):
+            if (joined := stage.join(one, two, state)) is not None:
+                same_entries(stage.decode(joined, state), back, "the entries of the part that has some")
+
+
+@law("encoder", _long, applies=lambda stage: bool(_bit_fields(stage)), weight=0.5)
+def more_bits_err_less(stage: Any, case: Case) -> None:
+    """Two more bits in a field of bits never make the squared error of all keys and values larger."""
+    case = replace(case, keep=8)
+    for name in _bit_fields(stage):
+        try:
+            richer = type(stage).model_validate({**stage.model_dump(), name: getattr(stage, name) + 2})
+        except ValidationError:
+            continue
+        errors = [
+            sum(
+                float((getattr(back, part).double() - getattr(entries, part).double()).square().sum())
+                for entries, _, back, _ in layers_of(encoder, case)
+                for part in ("keys", "values")
+            )
+            for encoder in (stage, richer)
+        ]
+        if errors[1] > errors[0] * (1 + 1e-6):
+            raise BrokenError(
+                f"expected {name}={getattr(richer, name)} to err at most {errors[0]:.4g}, got {errors[1]:.4g}"
+            )

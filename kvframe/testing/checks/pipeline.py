@@ -1,0 +1,356 @@
+"""Laws of whole specs, on a tiny random transformer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kvframe.builtin.encoders import Dense
+from kvframe.errors import KvframeError
+from kvframe.pipeline import Pipeline
+from kvframe.spec import Budget, Decode, Protect, spec_class, validate_spec
+from kvframe.testing.case import first_difference
+from kvframe.testing.law import expect, law
+from kvframe.testing.models import HIDDEN, LAYERS, VOCABULARY, tiny_model
+from kvframe.testing.numerics import logits_tolerance
+from kvframe.types import storage_bytes
+
+SINK, RECENT, SUFFIX, FLUSH = 2, 3, 2, 4
+# What is not the cache's memory: its books, the model, the stages, and what an encoder learned once.
+_SHARED = ("ledger", "info", "pipeline", "kernel", "encoder", "state", "_states", "_bound", "_cache", "_handles")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Left-padded prompts of random tokens and the tokens that follow them; a row does not depend on the others."""
+
+    lengths: tuple[int, ...]
+    seed: int = 0
+    family: str = "llama"
+    padding: int = 0
+    rows: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"Batch(lengths={self.lengths}, seed={self.seed}, family={self.family!r})"
+
+    @property
+    def model(self) -> Any:
+        """The model, shared by all laws."""
+        return tiny_model(self.family)
+
+    def alone(self, row: int) -> Batch:
+        """One of the rows by itself."""
+        return replace(self, lengths=(self.lengths[row],), rows=(row,))
+
+    def tokens(self, row: int, count: int, salt: int = 0) -> Tensor:
+        """Random tokens of a row."""
+        number = row if self.rows is None else self.rows[row]
+        generator = torch.Generator().manual_seed((self.seed * 101 + number) * 7 + salt)
+        return torch.randint(1, VOCABULARY, (count,), generator=generator)
+
+    def prompt(self) -> tuple[Tensor, Tensor]:
+        """Token ids and attention mask, `[B, T]`."""
+        width = max(self.lengths) + self.padding
+        ids = torch.zeros(len(self.lengths), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, length in enumerate(self.lengths):
+            ids[row, width - length :] = self.tokens(row, length)
+            mask[row, width - length :] = 1
+        return ids, mask
+
+    def answer(self, count: int) -> Tensor:
+        """The tokens that follow, `[B, count]`."""
+        return torch.stack([self.tokens(row, count, 1) for row in range(len(self.lengths))])
+
+
+def _batches(pipeline: Pipeline, most: int = 3) -> Any:
+    # Long enough for what is protected, at any ratio.
+    shortest = max(24, 8 * math.ceil(pipeline.spec.budget.ratio or 2))
+    lengths = st.lists(st.sampled_from([shortest, shortest + 9, shortest + 17]), min_size=1, max_size=most)
+    return st.builds(Batch, lengths.map(tuple), st.integers(0, 999), st.sampled_from(["llama", "qwen3"]))
+
+
+def _short(pipeline: Pipeline) -> Any:
+    lengths = st.lists(st.integers(1, SINK + RECENT), min_size=1, max_size=2)
+    return st.builds(Batch, lengths.map(tuple), st.integers(0, 999))
+
+
+def small(pipeline: Pipeline, **changes: Any) -> Pipeline:
+    """The pipeline with protected regions and blocks that fit prompts of a few dozen tokens, and with other changes. A
+    budget in entries or bytes becomes a ratio of 2."""
+    spec = pipeline.spec
+    flush = spec.decode.flush
+    protect = Protect(
+        sink=min(spec.protect.sink, SINK),
+        recent=min(spec.protect.recent, RECENT),
+        suffix=min(spec.protect.suffix, SUFFIX),
+    )
+    update = {
+        "protect": protect,
+        "budget": Budget(ratio=spec.budget.ratio or 2),
+        "decode": Decode(flush=None if flush is None else min(flush, FLUSH)),
+        **changes,
+    }
+    return Pipeline(spec.model_copy(update=update), pipeline.name)
+
+
+class Session:
+    """One cache (None = transformers' own) and the batch that it serves."""
+
+    def __init__(self, pipeline: Pipeline | None, batch: Batch, model: Any = None) -> None:
+        from transformers import DynamicCache
+
+        self.batch, self.model = batch, batch.model if model is None else model
+        self.cache: Any
+        if pipeline is None:
+            self.cache = DynamicCache(config=self.model.config)
+        else:
+            try:
+                self.cache = pipeline.cache(self.model)
+            except KvframeError:
+                assume(False)
+        ids, self.mask = batch.prompt()
+        self.show(ids, self.mask)
+        if pipeline is not None:
+            self.cache.compress()
+
+    def show(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Run the model on new columns; logits `[B, Q, V]`."""
+        self.mask = mask
+        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        logits: Tensor = self.model(ids, attention_mask=mask, position_ids=positions, cache=self.cache).logits
+        return logits
+
+    def go_on(self, tokens: Tensor) -> Tensor:
+        """Show tokens `[B, Q]`, all at once; logits `[B, Q, V]`."""
+        return self.show(tokens, nn.functional.pad(self.mask, (0, tokens.shape[1]), value=1))
+
+    def answer(self, count: int = 3) -> Tensor:
+        """Show the batch's answer token by token; logits `[B, count, V]`."""
+        tokens = self.batch.answer(count)
+        return torch.cat([self.go_on(tokens[:, n : n + 1]) for n in range(count)], 1)
+
+
+def _tolerance(logits: Tensor, batch: Batch) -> float:
+    return logits_tolerance(logits, LAYERS, HIDDEN, max(batch.lengths) + batch.padding)
+
+
+def _same(mine: Tensor, theirs: Tensor, limit: float, expected: str) -> None:
+    difference = first_difference((mine, limit), (theirs, 0.0))
+    expect(not difference, expected, f"logits {difference}")
+
+
+def held_tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor that can be reached from a value through attributes and containers, but for what is shared."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in _SHARED:
+                yield from held_tensors(inner, seen)
+    elif isinstance(value, list | tuple | set):
+        for inner in value:
+            yield from held_tensors(inner, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        yield from held_tensors(vars(value), seen)
+
+
+@law("pipeline")
+def survives_a_file(pipeline: Pipeline) -> None:
+    """Written as plain data and read again, a spec is equal to what it was, with the same fingerprint."""
+    spec = pipeline.spec
+    if isinstance(spec, spec_class()):
+        again = validate_spec(spec.dump())
+        expect(again == spec and again.fingerprint == spec.fingerprint, f"{spec!r}", f"{again!r}")
+
+
+@law("pipeline", _batches, weight=0.15)
+def full_budget_is_full_attention(pipeline: Pipeline, batch: Batch) -> None:
+    """At ratio 1 and with nothing coded, decoding gives the logits of transformers' own cache."""
+    exact = small(pipeline, budget=Budget(ratio=1), encoder=Dense())
+    wanted = Session(None, batch).answer()
+    got = Session(exact, batch).answer()
+    _same(got, wanted, _tolerance(wanted, batch), "the logits of the full cache")
+
+
+@law("pipeline", _batches, weight=0.15)
+def row_alone_equals_row_in_batch(pipeline: Pipeline, batch: Batch) -> None:
+    """A prompt gives the same logits alone as in a left-padded batch, after compression."""
+    pipeline = small(pipeline)
+    together = Session(pipeline, batch).answer()
+    for row in range(len(batch.lengths)):
+        alone = Session(pipeline, batch.alone(row)).answer()
+        _same(together[row : row + 1], alone, _tolerance(alone, batch), f"of row {row} what it gives alone")
+
+
+@law("pipeline", lambda pipeline: _batches(pipeline, 2), weight=0.15)
+def padding_changes_nothing(pipeline: Pipeline, batch: Batch) -> None:
+    """More padding at the left changes no logits."""
+    pipeline = small(pipeline)
+    plain = Session(pipeline, batch).answer()
+    padded = Session(pipeline, replace(batch, padding=5)).answer()
+    _same(padded, plain, _tolerance(plain, replace(batch, padding=5)), "the same with 5 more columns of padding")
+
+
+@law("pipeline", lambda pipeline: st.tuples(_batches(pipeline, 2), _batches(pipeline, 2)), weight=0.15)
+def caches_in_turn_equal_each_alone(pipeline: Pipeline, batches: tuple[Batch, Batch]) -> None:
+    """Two caches used in turn on one model give bit by bit what each gives alone."""
+    pipeline = small(pipeline)
+    pair = batches[0], replace(batches[1], family=batches[0].family)
+    alone = [Session(pipeline, batch).answer(4) for batch in pair]
+    sessions = [Session(pipeline, batch) for batch in pair]
+    for step in range(4):
+        for which, session in enumerate(sessions):
+            logits = session.go_on(pair[which].answer(4)[:, step : step + 1])
+            _same(logits, alone[which][:, step : step + 1], 0.0, f"bit by bit what cache {which} gives alone")
+
+
+@law("pipeline", lambda pipeline: st.tuples(_batches(pipeline, 2), _batches(pipeline, 2)), weight=0.15)
+def a_reset_cache_is_as_new(pipeline: Pipeline, batches: tuple[Batch, Batch]) -> None:
+    """A cache that served one batch and was reset serves the next as a new one would, bit by bit."""
+    pipeline = small(pipeline)
+    first, second = batches[0], replace(batches[1], family=batches[0].family)
+    fresh = Session(pipeline, second).answer()
+    used = Session(pipeline, first)
+    used.answer()
+    used.cache.reset()
+    used.batch = second
+    used.show(*second.prompt())
+    used.cache.compress()
+    _same(used.answer(), fresh, 0.0, "bit by bit what a new cache gives")
+
+
+@law("pipeline", lambda pipeline: _batches(pipeline, 2), weight=0.1)
+def the_model_stays_as_it_was(pipeline: Pipeline, batch: Batch) -> None:
+    """After use the model's weights, its modules' attributes and hooks, and its logits with a stock cache are as
+    before."""
+    model = copy.deepcopy(batch.model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    before = Session(None, batch, model).answer()
+    session = Session(small(pipeline), batch, model)
+    session.answer()
+    del session
+    for name, tensor in model.state_dict().items():
+        expect(torch.equal(tensor, weights[name]), "weights as before", f"others in {name}")
+    for name, module in model.named_modules():
+        extra = set(vars(module)) ^ attributes[name]
+        expect(not extra, f"the attributes of {name or 'the model'} as before", f"a change of {sorted(extra)}")
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        expect(hooks == 0, "no hooks once the cache is gone", f"{hooks} on {name or 'the model'}")
+    _same(Session(None, batch, model).answer(), before, 0.0, "the logits that the stock cache gave before")
+
+
+@law("pipeline", _batches, weight=0.15)
+def bytes_are_as_reported(pipeline: Pipeline, batch: Batch) -> None:
+    """The report's bytes are the size of all storages that can be reached from the cache, and the sum of its parts."""
+    session = Session(small(pipeline), batch)
+    session.answer()
+    report = session.cache.report()
+    held = storage_bytes(list(held_tensors(session.cache)))
+    expect(report.bytes == held, f"{held} bytes, which the cache holds", f"{report.bytes} reported")
+    parts = sum(report.bytes_by_part.values())
+    expect(report.bytes == parts, f"{report.bytes} bytes in parts", f"{parts}: {report.bytes_by_part}")
+
+
+def _spending(pipeline: Pipeline) -> bool:
+    return not pipeline.spec.allocator.keeps_all
+
+
+def _within(session: Session, ratio: float, regions: int) -> None:
+    """Entries of each row, over all layers and heads, exact ones included, against tokens / ratio."""
+    cache = session.cache
+    units, batch = cache.info.layers * cache.info.kv_heads, len(session.batch.lengths)
+    held = units * cache.valid.sum(1)
+    for layer in cache.compressed_layers:
+        for part in layer.parts:
+            held = held + part.encoded.offsets.diff().reshape(batch, -1).sum(1)
+    seen = session.mask.sum(1)
+    # The suffix is not charged; answer tokens that still stand in the recent window are not yet compressed.
+    allowed = (units * (seen - regions) / ratio).floor() + units * regions
+    expect(
+        (held <= allowed).all(), f"at most {allowed.tolist()} entries for {seen.tolist()} tokens", f"{held.tolist()}"
+    )
+
+
+@law("pipeline", _batches, applies=_spending, weight=0.15)
+def budget_is_respected(pipeline: Pipeline, batch: Batch) -> None:
+    """After compression each row holds at most its tokens / ratio entries, protected ones included, and the report says
+    so."""
+    pipeline = small(pipeline)
+    session = Session(pipeline, batch)
+    ratio = float(pipeline.spec.budget.ratio or 1)
+    _within(session, ratio, pipeline.spec.protect.suffix)
+    report = session.cache.report()
+    expect(report.requested_ratio >= ratio * (1 - 1e-9), f"a requested ratio of {ratio}", str(report.requested_ratio))
+    kept = report.entry_ratio >= report.requested_ratio * (1 - 1e-9)
+    expect(kept, f"a ratio of at least {report.requested_ratio}", str(report.entry_ratio))
+
+
+@law("pipeline", lambda pipeline: _batches(pipeline, 2), weight=0.15)
+def decoding_steps_equal_one_block(pipeline: Pipeline, batch: Batch) -> None:
+    """After compression, tokens one by one give the logits that they give in one block."""
+    pipeline = small(pipeline, decode=Decode())
+    tokens = batch.answer(4)
+    block = Session(pipeline, batch).go_on(tokens)
+    steps = Session(pipeline, batch).answer(4)
+    _same(steps, block, _tolerance(block, batch), "the logits of one block")
+
+
+@law("pipeline", lambda pipeline: _batches(pipeline, 2), applies=lambda p: bool(p.spec.allocator.streams), weight=0.15)
+def flushing_stays_within_budget(pipeline: Pipeline, batch: Batch) -> None:
+    """With an allocator that streams, blocks of answer tokens are compressed as they leave the recent window: at every
+    step no more than a block too many is exact, and what was compressed is within the ratio."""
+    pipeline = small(pipeline, decode=Decode(flush=FLUSH))
+    session = Session(pipeline, batch)
+    protect = pipeline.spec.protect
+    tokens = batch.answer(3 * FLUSH)
+    for step in range(tokens.shape[1]):
+        logits = session.go_on(tokens[:, step : step + 1])
+        expect(logits.isfinite().all(), "finite logits", f"others at step {step}")
+        exact = session.cache.compressed_layers[0].recent.length
+        expect(exact <= protect.recent + protect.suffix + FLUSH, f"at most {protect.recent} recent tokens, the suffix "
+               f"and a block of {FLUSH}", f"{exact} at step {step}")  # fmt: skip
+        report = session.cache.report()
+        kept = pipeline.spec.allocator.keeps_all or report.entry_ratio >= float(pipeline.spec.budget.ratio or 1) - 1e-9
+        expect(kept, f"a ratio of at least {pipeline.spec.budget.ratio}", f"{report.entry_ratio} at step {step}")
+
+
+@law("pipeline", lambda pipeline: _batches(pipeline, 2), weight=0.15)
+def a_second_prompt_is_compressed(pipeline: Pipeline, batch: Batch) -> None:
+    """A second turn's prompt is attended with what is there, then compressed in its turn, within the ratio."""
+    pipeline = small(pipeline)
+    session = Session(pipeline, batch)
+    session.answer()
+    logits = session.go_on(batch.answer(24))
+    session.cache.compress()
+    logits = torch.cat([logits, session.go_on(batch.answer(1))], 1)
+    expect(logits.isfinite().all(), "finite logits", "inf or NaN")
+    report = session.cache.report()
+    seen = tuple(length + 3 + 24 + 1 for length in batch.lengths)
+    expect(report.tokens == seen, f"{seen} tokens seen", str(report.tokens))
+    kept = pipeline.spec.allocator.keeps_all or report.entry_ratio >= float(pipeline.spec.budget.ratio or 1) - 1e-9
+    expect(kept, f"a ratio of at least {pipeline.spec.budget.ratio}", str(report.entry_ratio))
+
+
+@law("pipeline", _short, weight=0.15)
+def short_prompts_are_kept(pipeline: Pipeline, batch: Batch) -> None:
+    """A prompt that is not longer than what is protected is left as it is, at any ratio: full attention, and a note in
+    the report."""
+    pipeline = small(pipeline, protect=Protect(sink=SINK, recent=RECENT), decode=Decode())
+    wanted = Session(None, batch).answer(1)
+    session = Session(pipeline, batch)
+    _same(session.answer(1), wanted, _tolerance(wanted, batch), "the logits of the full cache")
+    expect(session.cache.report().notes, "a note in the report", "none")

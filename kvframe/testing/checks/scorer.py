@@ -1,0 +1,51 @@
+"""Laws of scorers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvframe.testing.case import Case, arguments, cases_for, first_difference, invoke
+from kvframe.testing.law import expect, law
+from kvframe.testing.prompt import Layout
+
+EXTREME = ("random", "constant", "zero", "tiny", "huge")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _cases(stage: Any) -> Any:
+    return cases_for(stage)
+
+
+def _extreme(stage: Any) -> Any:
+    return cases_for(stage, contents=EXTREME, dtypes=DTYPES)
+
+
+@law("scorer", _cases)
+def scores_have_their_shape(stage: Any, case: Case) -> None:
+    """Scores are fp32 `[L, B, H, T]`: one number for each KV head, not for each query head."""
+    given = arguments(stage, case)
+    scores = invoke(stage, given)
+    expect(scores.shape == given[0].shape, f"shape {list(given[0].shape)}", str(list(scores.shape)))
+    expect(scores.dtype == torch.float32, "fp32", str(scores.dtype))
+
+
+@law("scorer", _extreme)
+def scores_are_finite_and_not_negative(stage: Any, case: Case) -> None:
+    """Scores of body tokens are finite and >= 0, also for constant, zero, tiny and huge keys in 16 bits."""
+    given = arguments(stage, case)
+    scores = invoke(stage, given)
+    body = scores[given[0].body[None, :, None].expand(scores.shape)]
+    expect(
+        (body.isfinite() & (body >= 0)).all(), "finite scores >= 0", f"some of {body[~(body >= 0) | body.isinf()][:3]}"
+    )
+
+
+@law("scorer", _cases)
+def padding_is_never_read(stage: Any, case: Case) -> None:
+    """What stands at padding changes no bit of a body token's score."""
+    one, two = (arguments(stage, case, Layout(left=2, right=1, noise=n)) for n in (1, 2))
+    body = one[0].body[None, :, None].expand(one[0].shape)
+    difference = first_difference((invoke(stage, one)[body], 0.0), (invoke(stage, two)[body], 0.0))
+    expect(not difference, "scores that do not depend on padding", difference)
