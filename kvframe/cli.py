@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvframe import __version__
-from kvframe.errors import InputError, KvframeError
+from kvframe.authoring import commands
+from kvframe.console import (
+    Debug,
+    Device,
+    Dtype,
+    Model,
+    Override,
+    SpecName,
+    errors,
+    load_pipeline,
+    one_sentence,
+    read_overrides,
+)
+from kvframe.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvframe.eval import Comparison, Contender, Settings
     from kvframe.eval.results import Results
-    from kvframe.pipeline import Pipeline
 
 app = typer.Typer(
     name="kvframe",
@@ -30,43 +38,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Model = Annotated[str, typer.Option(help="'smollm2' (embedded), a folder, a .gguf file or a hub id.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda:0.")]
-SpecName = Annotated[str, typer.Argument(metavar="SPEC", help="A spec's name, or a YAML file.")]
-Override = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a value in the spec: budget.ratio=8.")
-]
-
 
 def main() -> None:
     """Entry point of the `kvframe` command."""
     app()
-
-
-@contextmanager
-def one_sentence(debug: bool) -> Iterator[None]:
-    """Turn errors into one sentence on stderr: status 2 for those that the user can mend, 1 for any other."""
-    try:
-        yield
-    except KvframeError as error:
-        _fail(str(error), 2, debug)
-    except KeyboardInterrupt:
-        _fail("interrupted.", 130, debug)
-    except typer.Exit:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, the user gets a sentence; --debug shows the rest
-        lines = str(error).strip().splitlines() or ["no message"]
-        _fail(f"unexpected {type(error).__name__}: {lines[0].rstrip('.')}; --debug shows where.", 1, debug)
-
-
-def _fail(message: str, status: int, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-    for line in message.splitlines():
-        typer.echo(f"error: {line}", err=True)
-    raise typer.Exit(status) from None
 
 
 def _show_version(wanted: bool) -> None:
@@ -104,12 +79,13 @@ def compare(
     query_agnostic: Annotated[
         bool, typer.Option("--query-agnostic", help="Compress before the question is seen.")
     ] = False,
+    override: Override = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     debug: Debug = False,
 ) -> None:
     """Compare specs on a model: quality, bytes and milliseconds side by side."""
-    with one_sentence(debug):
+    with one_sentence(debug, "interrupted; run the same command again to go on from what was measured."):
         from rich.console import Console
 
         from kvframe.eval import (
@@ -123,7 +99,7 @@ def compare(
         )
 
         settings = Settings(model, tuple(_names(tasks)), tokens, limit, seed, query_agnostic)
-        contenders = make_contenders(_names(specs), _numbers(ratios))
+        contenders = make_contenders(_names(specs), _numbers(ratios), read_overrides(override))
         words = embedded_text() if text is None else read_text(text)
         results = open_results(out)
         loaded, tokenizer = _load(model, dtype, device)
@@ -169,7 +145,7 @@ def _compare(
     )
     for note in results.notes:
         typer.echo(note, err=True)
-    with Progress(*columns, console=_errors(), speed_estimate_period=300, transient=True) as progress:
+    with Progress(*columns, console=errors(), speed_estimate_period=300, transient=True) as progress:
         bar = progress.add_task("starting")
 
         def listener(done: int, total: int, what: str) -> None:
@@ -199,7 +175,7 @@ def run(
         from kvframe.eval import read_text
         from kvframe.eval.prompt import chat_template
 
-        pipeline = _pipeline(spec, override)
+        pipeline = load_pipeline(spec, override)
         text = read_text(prompt_file)
         loaded, tokenizer = _load(model, dtype, device)
         after = f"\n{question}" if question else ""
@@ -216,35 +192,7 @@ def run(
         typer.echo(f"\n{cache.report()}", err=True)
 
 
-@app.command()
-def validate(spec: SpecName, override: Override = None, debug: Debug = False) -> None:
-    """Check a spec and print it with all its values."""
-    with one_sentence(debug):
-        import yaml
-
-        resolved = _pipeline(spec, override).spec
-        typer.echo(yaml.safe_dump(resolved.dump(), sort_keys=False, allow_unicode=True), nl=False)
-        typer.echo(f"# fingerprint: {resolved.fingerprint}")
-
-
-@app.command()
-def schema(debug: Debug = False) -> None:
-    """Print the JSON schema of specs, with the stages of all installed plugins."""
-    with one_sentence(debug):
-        import json
-
-        from kvframe.spec import spec_class
-
-        typer.echo(json.dumps(spec_class().model_json_schema(), indent=2))
-
-
-@app.command("list")
-def list_(debug: Debug = False) -> None:
-    """List the plugins, stages and specs that are installed."""
-    with one_sentence(debug):
-        from kvframe.listing import print_registry
-
-        print_registry(_output())
+commands.register(app)
 
 
 def _names(text: str) -> list[str]:
@@ -269,28 +217,9 @@ def _numbers(text: str) -> list[float]:
     return ratios
 
 
-def _pipeline(spec: str, override: list[str] | None) -> Pipeline:
-    """Load a spec with overrides such as "budget.ratio=8"; a value is read as YAML."""
-    import yaml
-
-    from kvframe import load
-    from kvframe.eval.contenders import spec_source
-
-    values = {}
-    for item in override or []:
-        key, sign, value = item.partition("=")
-        if not sign or not key.strip():
-            raise InputError(f"--set takes KEY=VALUE, such as budget.ratio=8, but got '{item}'.")
-        try:
-            values[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise InputError(f"--set {item}: the value is not valid YAML.") from error
-    return load(spec_source(spec), values)
-
-
 def _load(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model; what transformers would say meanwhile gives way to one status line."""
-    with _errors().status(f"Loading {name}"):
+    with errors().status(f"Loading {name}"):
         from transformers.utils import logging
 
         from kvframe.hf import load_model
@@ -298,17 +227,3 @@ def _load(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrain
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         return load_model(name, dtype=dtype, device=device)
-
-
-def _errors() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
-
-
-def _output() -> Console:
-    """Standard output; what is piped is not cut at 80 columns."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=200)

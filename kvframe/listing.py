@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvframe.errors import SpecError
-from kvframe.registry import Registry, registry
+from kvframe.registry import DISABLE, Registry, disabled_plugins, registry
 from kvframe.spec import read_spec
 
 if TYPE_CHECKING:
@@ -25,6 +25,27 @@ def print_registry(console: Console) -> None:
         rows = [(name, known.owners[f"{kind}:{name}"].name, about(stage)) for name, stage in classes.items()]
         _print(console, (kind, "plugin", "what it does"), rows)
     _print(console, ("spec", "plugin", "what it does"), spec_rows(known))
+
+
+def print_plugins(console: Console) -> None:
+    """Print each plugin with its distribution, version, stages and their papers, and which plugins are switched off.
+    Raises PluginError if a plugin cannot be used."""
+    known = registry()
+    rows = []
+    for plugin in known.plugins:
+        begin = (plugin.name, plugin.distribution, plugin.version)
+        stages = [
+            (kind, name, stage.paper)
+            for kind, classes in known.stages.items()
+            for name, stage in classes.items()
+            if known.owners[f"{kind}:{name}"] is plugin
+        ]
+        rows += [(*(begin if not index else ("", "", "")), *stage) for index, stage in enumerate(stages)]
+        specs = sorted(name for name in known.specs if known.owners[f"spec:{name}"] is plugin)
+        rows.append((*(begin if not stages else ("", "", "")), "specs", ", ".join(specs) or "none", ""))
+    _print(console, ("plugin", "distribution", "version", "kind", "name", "paper"), rows)
+    if disabled := disabled_plugins():
+        console.print(f"Switched off by {DISABLE}: {', '.join(sorted(disabled))}")
 
 
 def spec_rows(known: Registry) -> list[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,12 +18,14 @@ from kvframe.execute import check_plan, execute
 from kvframe.ragged import append_part
 from kvframe.spec import PipelineSpec, read_spec
 from kvframe.stages import Stage
-from kvframe.types import Entries, LayerPlan, ModelInfo, Needs, Observation, Part, Plan, check_shape
+from kvframe.types import Encoded, Entries, LayerPlan, ModelInfo, Needs, Observation, Part, Plan, Segments, check_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvframe.hf.cache import CompressedCache
+
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,17 +68,22 @@ class Pipeline:
         """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate. Raises StageError, naming
         the stage, if one returns what its contract forbids."""
         spec = self.spec
-        segments = spec.segmenter.segment(observation)
+        segments = returned(spec.segmenter, spec.segmenter.segment(observation), Segments)
         check_shape(f"segmenter '{spec.segmenter.name}': Segments", "ids", segments.ids, tuple(observation.valid.shape))
-        scores = spec.scorer.score(observation, segments)
+        scores = returned(spec.scorer, spec.scorer.score(observation, segments), Tensor)
         check_shape(f"scorer '{spec.scorer.name}'", "scores", scores, observation.shape)
+        if scores.device != observation.valid.device:
+            raise StageError(
+                f"scorer '{spec.scorer.name}' returned scores on {scores.device}, but the observation is on "
+                f"{observation.valid.device}; make new tensors with device=observation.valid.device."
+            )
         scores = torch.where(observation.body[None, :, None], scores, scores.new_zeros(()))
         if scores.dtype != torch.float32 or not bool(((scores >= 0) & scores.isfinite()).all()):
             raise StageError(
                 f"scorer '{spec.scorer.name}' must return finite fp32 scores >= 0, but returned {scores.dtype} between "
                 f"{scores.min():.4g} and {scores.max():.4g}."
             )
-        plan = spec.allocator.allocate(observation, segments, scores, budget)
+        plan = returned(spec.allocator, spec.allocator.allocate(observation, segments, scores, budget), Plan)
         body = observation.model.layers * observation.model.kv_heads * observation.body.sum(1)
         limit = body if spec.allocator.keeps_all else budget
         check_plan(plan, observation, limit, f"allocator '{spec.allocator.name}'")
@@ -107,7 +114,8 @@ class Pipeline:
             if len(entries.keys):
                 if not encoder.uses_positions:
                     entries = replace(entries, positions=None)
-                parts = append_part(parts, Part(encoder.encode(entries, states[index]), encoder, states[index]))
+                encoded = returned(encoder, encoder.encode(entries, states[index]), Encoded)
+                parts = append_part(parts, Part(encoded, encoder, states[index]))
             layers.append(parts)
         return Compressed(tuple(layers), plan, states)
 
@@ -122,6 +130,14 @@ class Pipeline:
         from kvframe.hf.cache import CompressedCache
 
         return CompressedCache(self, model, prefix_length, suffix_length)
+
+
+def returned(stage: Stage, value: Any, expected: type[Returned]) -> Returned:
+    """`value`, which `stage` returned. Raises StageError if it is of another type."""
+    if not isinstance(value, expected):
+        found = "None; is a return missing?" if value is None else f"{type(value).__name__}."
+        raise StageError(f"{stage.kind} '{stage.name}' must return {expected.__name__}, but returned {found}")
+    return value
 
 
 def exact_part(entries: Entries) -> Part:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvframe.errors import InputError
 from kvframe.pipeline import Pipeline, load
+from kvframe.specfile import spec_source
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,11 @@ class Contender:
         return "" if spec.budget.bytes is None else spec.budget.bytes.human_readable()
 
 
-def spec_source(spec: str) -> str | Path:
-    """A spec's file if the text looks like a path (it ends in .yaml or .yml, or holds a separator), else its name."""
-    return Path(spec).expanduser() if spec.endswith((".yaml", ".yml")) or "/" in spec or "\\" in spec else spec
-
-
-def make_contenders(specs: Sequence[str], ratios: Sequence[float] = ()) -> list[Contender]:
-    """Every spec at every ratio, in that order; without ratios, each with the budget that it has itself.
+def make_contenders(
+    specs: Sequence[str], ratios: Sequence[float] = (), overrides: Mapping[str, Any] | None = None
+) -> list[Contender]:
+    """Every spec, with `overrides` set in it, at every ratio, in that order; without ratios, each with the budget that
+    it has then.
 
     A spec that keeps every entry comes once. Raises SpecError for a spec that cannot be read, InputError for none, or
     for two that are the same pipeline."""
@@ -51,10 +51,10 @@ def make_contenders(specs: Sequence[str], ratios: Sequence[float] = ()) -> list[
     seen: dict[str, str] = {}
     for spec in specs:
         source = spec_source(spec)
-        pipeline = load(source)
+        pipeline = load(source, overrides)
         label = pipeline.name if sum(load_name(s) == pipeline.name for s in specs) == 1 else spec
         if ratios and not pipeline.spec.allocator.keeps_all:
-            pipelines = [load(source, {"budget.ratio": ratio}) for ratio in ratios]
+            pipelines = [load(source, {**(overrides or {}), "budget.ratio": ratio}) for ratio in ratios]
         else:
             pipelines = [pipeline]
         for each in pipelines:

@@ -1,0 +1,144 @@
+"""Runs a pipeline once on small random prompts, so that a stage's mistakes show before any model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvframe.errors import KvframeError, StageError
+from kvframe.pipeline import Compressed, Pipeline
+from kvframe.stages import Stage
+from kvframe.types import Observation, check_shape
+
+# A left-padded batch: the second row is shorter. Body tokens of the rows, protected ones on top.
+BODY = (96, 61)
+PROTECTED = 4
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run came to: `done` False if a stage cannot serve the random model, for the reason in `text`."""
+
+    done: bool
+    text: str
+
+
+def dry_run(pipeline: Pipeline, seed: int = 0) -> DryRun:
+    """Compress two random prompts, a further block if the spec asks for it, and attend what is kept.
+
+    Raises StageError, naming the stage, for a stage that breaks its contract or raises anything that is no
+    KvframeError. A stage that refuses the random model (2 layers, 2 KV heads, dimension 64) when it is bound, because
+    it serves one model only, ends the run without an error."""
+    from kvframe.testing import Geometry, Prompts
+
+    geometry = Geometry(layers=2, kv_heads=2, group=2, head_dim=64)
+    lengths = tuple(body + 2 * PROTECTED for body in BODY)
+    case = Prompts(lengths=lengths, seed=seed, geometry=geometry, sink=PROTECTED, recent=PROTECTED)
+    try:
+        bound = pipeline.bind(case.model)
+    except KvframeError as error:
+        return DryRun(False, str(error))
+    except Exception as error:
+        raise _blamed(error, pipeline) from error
+    observation = case.observation(pipeline.needs)
+    budget = body_budget(pipeline, observation)
+    try:
+        compressed = pipeline.run(observation, budget, bound=bound)
+        attend(pipeline, compressed, observation)
+        if pipeline.spec.decode.flush is not None:
+            block = Prompts(lengths=(min(pipeline.spec.decode.flush, max(BODY)),) * 2, seed=seed + 1, geometry=geometry)
+            later = block.observation(pipeline.needs)
+            again = pipeline.run(later, body_budget(pipeline, later), states=compressed.states, bound=bound)
+            attend(pipeline, again, later)
+    except KvframeError:
+        raise
+    except Exception as error:
+        raise _blamed(error, pipeline) from error
+    _check_pure(pipeline, observation, budget)
+    units = geometry.layers * geometry.kv_heads
+    kept = sum(int(layer.n_entries.sum()) for layer in compressed.plan.layers)
+    return DryRun(True, f"{kept / units:.0f} entries a head made of the {sum(BODY)} tokens of two random prompts")
+
+
+def body_budget(pipeline: Pipeline, observation: Observation) -> Tensor:
+    """Entries for the body of each row, int64 `[B]`; budgets in entries or bytes stand for half of the body, since
+    what they allow depends on the model."""
+    ratio = pipeline.spec.budget.ratio or 2
+    units = observation.model.layers * observation.model.kv_heads
+    return (units * observation.body.sum(1).double() / ratio).floor().long()
+
+
+def attend(pipeline: Pipeline, compressed: Compressed, observation: Observation) -> None:
+    """Decode every part and attend it with the spec's kernel. Raises StageError for wrong shapes, dtypes or values."""
+    model, kernel = observation.model, pipeline.spec.attention
+    shape = (observation.valid.shape[0], model.query_heads, 1, model.head_dim)
+    query = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for layer, parts in zip(compressed.plan.layers, compressed.parts, strict=True):
+        rows = 0
+        for part in parts:
+            decoded = part.decode()
+            rows += len(decoded.keys)
+            check_shape(f"encoder '{part.encoder.name}': decoded", "keys", decoded.keys, (None, model.head_dim))
+            out, lse = kernel.attend(query, part, model.scale)
+            check_shape(f"attention '{kernel.name}'", "out", out, shape)
+            check_shape(f"attention '{kernel.name}'", "lse", lse, shape[:3])
+            finite = bool((out.isfinite().all(-1) & (lse.isfinite() | torch.isneginf(lse))).all())
+            if out.dtype != torch.float32 or lse.dtype != torch.float32 or not finite:
+                found = f"{out.dtype} and {lse.dtype}" + ("" if finite else " with values that are not finite")
+                raise StageError(f"attention '{kernel.name}' must return finite fp32 tensors, but returned {found}.")
+        if rows != int(layer.n_entries.sum()):
+            raise StageError(
+                f"encoder '{pipeline.spec.encoder.name}' was given {int(layer.n_entries.sum())} entries, but decodes "
+                f"{rows}; it must give back as many."
+            )
+
+
+def _check_pure(pipeline: Pipeline, observation: Observation, budget: Tensor) -> None:
+    """Run the deciding stages one after the other. Raises StageError for one that changes what it was given."""
+    spec = pipeline.spec
+    given: dict[str, Tensor | None] = {"positions": observation.positions, "valid": observation.valid}
+    given |= {"body": observation.body, "surprisal": observation.surprisal, "suffix": observation.suffix}
+    for index, layer in enumerate(observation.layers):
+        given |= {
+            f"layers[{index}].{name}": getattr(layer, name) for name in ("keys", "values", "queries", "head_outputs")
+        }
+    given |= {f"hidden_states[{depth}]": states for depth, states in observation.hidden_states.items()}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    def check(stage: Stage) -> None:
+        for name, tensor in tensors.items():
+            # torch counts the writes to a tensor.
+            if tensor._version != versions[name]:
+                raise StageError(
+                    f"{stage.kind} '{stage.name}' changes {name} in place, which other stages read too; work on a copy."
+                )
+
+    def versions_now() -> dict[str, int]:
+        return {name: tensor._version for name, tensor in tensors.items()}
+
+    versions = versions_now()
+    segments = spec.segmenter.segment(observation)
+    check(spec.segmenter)
+    scores = spec.scorer.score(observation, segments)
+    check(spec.scorer)
+    tensors |= {"the segments' ids": segments.ids, "the scores": scores, "the budget": budget}
+    versions = versions_now()
+    spec.allocator.allocate(observation, segments, scores, budget)
+    check(spec.allocator)
+
+
+def _blamed(error: Exception, pipeline: Pipeline) -> StageError:
+    """An error that names the stage in whose method it was raised."""
+    culprit: Any = None
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        # The innermost one: a kernel calls its encoder. Stages that a stage makes itself are its own affair.
+        culprit = owner if isinstance(owner, Stage) and owner in pipeline.stages else culprit
+        trace = trace.tb_next
+    who = f"{culprit.kind} '{culprit.name}'" if culprit is not None else "The pipeline"
+    text = " ".join(str(error).split()).rstrip(".")
+    return StageError(f"{who} fails on a small random prompt: {type(error).__name__}: {text}.")

@@ -1,0 +1,90 @@
+"""What the commands share: options, errors as one sentence, consoles, overrides."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvframe.errors import InputError, KvframeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvframe.pipeline import Pipeline
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Model = Annotated[str, typer.Option(help="'smollm2' (embedded), a folder, a .gguf file or a hub id.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda:0.")]
+SpecName = Annotated[str, typer.Argument(metavar="SPEC", help="A spec's name, or a YAML file.")]
+Override = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a value in the spec: budget.ratio=8.")
+]
+
+
+@contextmanager
+def one_sentence(debug: bool, interrupted: str = "interrupted.") -> Iterator[None]:
+    """Turn errors into one sentence on stderr: status 2 for those that the user can mend, 130 for an interrupt (of which
+    `interrupted` says what to do), 1 for any other."""
+    try:
+        yield
+    except KvframeError as error:
+        _fail(str(error), 2, debug)
+    except KeyboardInterrupt:
+        _fail(interrupted, 130, debug)
+    except typer.Exit:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user gets a sentence; --debug shows the rest
+        lines = str(error).strip().splitlines() or ["no message"]
+        _fail(f"unexpected {type(error).__name__}: {lines[0].rstrip('.')}; --debug shows where.", 1, debug)
+
+
+def _fail(message: str, status: int, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    for line in message.splitlines():
+        typer.echo(f"error: {line}", err=True)
+    raise typer.Exit(status) from None
+
+
+def read_overrides(items: list[str] | None) -> dict[str, Any]:
+    """Values from texts such as "budget.ratio=8"; a value is read as YAML. Raises InputError for what is not so."""
+    import yaml
+
+    values: dict[str, Any] = {}
+    for item in items or []:
+        key, sign, value = item.partition("=")
+        if not sign or not key.strip():
+            raise InputError(f"--set takes KEY=VALUE, such as budget.ratio=8, but got '{item}'.")
+        try:
+            values[key.strip()] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError) as error:
+            raise InputError(f"--set {item}: the value is not valid YAML.") from error
+    return values
+
+
+def load_pipeline(spec: str, override: list[str] | None) -> Pipeline:
+    """The pipeline of a spec's name or file, with overrides."""
+    from kvframe import load
+    from kvframe.specfile import spec_source
+
+    return load(spec_source(spec), read_overrides(override))
+
+
+def errors() -> Console:
+    """Standard error."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def output() -> Console:
+    """Standard output; what is piped is not cut at 80 columns."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
