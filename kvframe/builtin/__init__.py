@@ -2,9 +2,9 @@
 
 from kvframe.builtin.allocators import KeepAll, TopK
 from kvframe.builtin.encoders import Dense, Int8
-from kvframe.builtin.kernels import Auto, Reference, Sdpa
+from kvframe.builtin.kernels import Auto, Reference, Sdpa, Triton
 from kvframe.builtin.scorers import Uniform
 from kvframe.builtin.segmenters import Chunks, Whole
 from kvframe.stages import Stage
 
-STAGES: tuple[type[Stage], ...] = (Whole, Chunks, Uniform, KeepAll, TopK, Dense, Int8, Auto, Reference, Sdpa)
+STAGES: tuple[type[Stage], ...] = (Whole, Chunks, Uniform, KeepAll, TopK, Dense, Int8, Auto, Reference, Sdpa, Triton)
