@@ -28,8 +28,8 @@ Override = Annotated[
 
 @contextmanager
 def one_sentence(debug: bool, interrupted: str = "interrupted.") -> Iterator[None]:
-    """Turn errors into one sentence on stderr: status 2 for those that the user can mend, 130 for an interrupt (of which
-    `interrupted` says what to do), 1 for any other."""
+    """Turn errors into one sentence on stderr: status 2 for those that the user can mend, 130 for an interrupt (for
+    which the sentence is `interrupted`), 1 for any other."""
     try:
         yield
     except KvframeError as error:

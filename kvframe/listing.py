@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvframe.errors import SpecError
@@ -67,7 +68,7 @@ def about(stage: type[Stage]) -> str:
     return f"{sentence} [{stage.paper}]" if stage.paper else sentence
 
 
-def _print(console: Console, names: tuple[str, ...], rows: list[tuple[str, str, str]]) -> None:
+def _print(console: Console, names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
