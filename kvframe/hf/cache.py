@@ -178,9 +178,7 @@ class CompressedCache(Cache):
             valid=self.valid,
             body=regions.body,
             model=self.info,
-            hidden_states={
-                d: t for d in needs.hidden_states if (t := self._watch.hidden[d].tensor()) is not None
-            },
+            hidden_states=self._watch.hidden_states(needs.hidden_states, self.valid.shape[1]),
             surprisal=None if self._watch.surprisal is None else self._watch.surprisal.tensor(),
             suffix=regions.suffix,
         )
@@ -194,7 +192,7 @@ class CompressedCache(Cache):
             watched = keep if self.pipeline.spec.decode.flush is not None else 0
             layer.queries.keep_last(min(watched, layer.queries.length))
             layer.outputs.keep_last(min(watched, layer.outputs.length))
-        self._watch.keep_last(keep)
+        self._watch.keep_last(keep, tokens)
         if self.positions is not None:
             self.positions = self.positions[:, tokens - keep :].clone()
         self.valid = regions.tail[:, tokens - keep :].clone()

@@ -4,6 +4,7 @@ model only while a cache lives whose stages ask for them, and they look only at 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,14 +67,21 @@ class Watch:
 
         return hook
 
-    def keep_last(self, columns: int) -> None:
-        """Let go of all but the last columns."""
+    def hidden_states(self, depths: Iterable[float], columns: int) -> dict[float, Tensor]:
+        """The states `[B, columns, hidden]` at the asked depths. The first block's hook sees a step before the cache
+        does: what it appended for the step that triggers a compression comes behind these columns."""
+        held = ((depth, self.hidden[depth].tensor()) for depth in depths)
+        return {depth: states[:, :columns] for depth, states in held if states is not None}
+
+    def keep_last(self, columns: int, seen: int) -> None:
+        """Let go of all but the last `columns` of the `seen` ones, and of what came behind them."""
         for tail in self._tails():
-            tail.keep_last(columns)
+            tail.keep_last(columns + max(0, tail.length - seen))
 
     def reset(self) -> None:
         """Forget what was seen; the hooks stay."""
-        self.keep_last(0)
+        for tail in self._tails():
+            tail.keep_last(0)
         self._last_state = None
 
     def _tails(self) -> list[Tail]:

@@ -12,7 +12,7 @@ from tiny import MODELS, batch, tiny_model
 import kvframe
 from kvframe.builtin.allocators import TopK
 from kvframe.pipeline import Pipeline
-from kvframe.spec import PipelineSpec
+from kvframe.spec import PipelineSpec, Protect
 from kvframe.stages import Scorer
 from kvframe.types import Needs
 
@@ -147,3 +147,16 @@ def test_hooks_look_at_their_own_cache_and_go_with_it(llama):
     SEEN.clear()
     gc.collect()
     assert hooks() == before
+
+
+def test_the_step_that_triggers_the_compression_is_not_observed(llama):
+    """The first block's hook runs before the cache's own work of that step."""
+    inputs = batch([20, 13])
+    SEEN.clear()
+    cache = curious_pipeline(protect=Protect(sink=1, recent=4)).cache(llama)
+    llama.generate(**inputs, cache=cache, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with_explicit = curious_pipeline(protect=Protect(sink=1, recent=4)).cache(llama)
+    llama(**inputs, cache=with_explicit)
+    with_explicit.compress()
+    for depth in (0.0, 0.4, 0.9):
+        assert torch.equal(SEEN[0].hidden_states[depth], SEEN[1].hidden_states[depth])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from kvframe.stages import Scorer
@@ -46,8 +46,18 @@ class ValueFlow(Scorer):
         "mass", description="mass = a seed counts by its value, equal = all alike; the paper is silent on later hops."
     )
     pool_width: int = Field(
-        1, ge=1, description="Direct relevance is averaged over so many tokens around each one (odd); 1 = as the paper."
+        1, ge=1, description="Tokens around each one (odd) over which direct relevance is averaged; 1 = as the paper."
     )
+    pool_share: float = Field(
+        1.0, ge=0, le=1, description="Share (0 to 1) of the averaged relevance; the rest is the token's own."
+    )
+
+    @field_validator("pool_width")
+    @classmethod
+    def _odd(cls, width: int) -> int:
+        if width % 2 == 0:
+            raise ValueError(f"pool_width must be odd so that the pool is centred; use {width - 1} or {width + 1}")
+        return width
 
     @property
     def _propagates(self) -> bool:
@@ -77,7 +87,7 @@ class ValueFlow(Scorer):
         relevance = torch.stack(direct)  # [L, H, N]
         if self.pool_width > 1:
             pooled = torch.nn.functional.avg_pool1d(relevance, self.pool_width, 1, self.pool_width // 2)
-            relevance = pooled[..., : relevance.shape[-1]]
+            relevance = (1 - self.pool_share) * relevance + self.pool_share * pooled
         relevance = normalised(relevance)
         if not self._propagates:
             return relevance
