@@ -53,9 +53,12 @@ def row_lengths(value: Lengths, batch: int, name: str) -> Tensor:
     return lengths.expand(batch) if lengths.numel() == 1 else lengths
 
 
-def split_regions(valid: Tensor, protect: Protect, prefix: Lengths = 0, suffix: Lengths = 0) -> Regions:
+def split_regions(
+    valid: Tensor, protect: Protect, prefix: Lengths = 0, suffix: Lengths = 0, recent: Tensor | None = None
+) -> Regions:
     """Share out the tokens of `valid` bool `[B, T]`. Lengths count valid tokens, so padding on either side changes
-    nothing. Where the protected regions meet, the tail wins. Raises InputError if prefix and suffix exceed a row."""
+    nothing. `recent` int64 `[B]` takes the place of `protect.recent`. Where the protected regions meet, the tail wins.
+    Raises InputError if prefix and suffix exceed a row."""
     batch = valid.shape[0]
     prefixes, suffixes = row_lengths(prefix, batch, "prefix_length"), row_lengths(suffix, batch, "suffix_length")
     count = valid.sum(1).cpu()
@@ -70,7 +73,8 @@ def split_regions(valid: Tensor, protect: Protect, prefix: Lengths = 0, suffix: 
     from_end = valid.flip(1).cumsum(1).flip(1)
     is_prefix = valid & (from_start <= prefixes[:, None])
     is_suffix = valid & (from_end <= suffixes[:, None])
-    tail = valid & (from_end <= suffixes[:, None] + protect.recent) & ~is_prefix
+    window = protect.recent if recent is None else recent.to(valid.device)[:, None]
+    tail = valid & (from_end <= suffixes[:, None] + window) & ~is_prefix
     sinks = valid & ((from_start <= protect.sink) | is_prefix) & ~tail
     return Regions(
         sinks=sinks,
@@ -80,6 +84,28 @@ def split_regions(valid: Tensor, protect: Protect, prefix: Lengths = 0, suffix: 
         charged=((sinks & ~is_prefix) | (tail & ~is_suffix)).sum(1),
         context=(valid & ~is_prefix & ~is_suffix).sum(1),
     )
+
+
+def fitted_recent(budget: Budget, protect: Protect, regions: Regions, model: ModelInfo, itemsize: int) -> Tensor | None:
+    """Return the recent window of each row, int64 `[B]`, shortened where the budget is too small for `protect.recent`;
+    None if it need not, or may not (`protect.recent_min` null), be shortened anywhere.
+
+    Of `b` entries per head beside the sinks the window may take `recent_share * b`, at least `recent_min`. It is
+    shortened once `b` cannot hold it or, for a share below 1, is less than 1.5 windows."""
+    if protect.recent_min is None:
+        return None
+    units = model.layers * model.kv_heads
+    if budget.ratio is not None:
+        total = (units * regions.context.double() / budget.ratio).floor()
+    else:
+        entry_bytes = 2 * model.head_dim * itemsize
+        total = torch.full_like(regions.context, budget.entries or int(budget.bytes or 0) // (entry_bytes * units))
+        total = units * total.double()
+    left = (total / units).floor() - protect.sink
+    fitted = (left * protect.recent_share).floor().clamp(min(protect.recent_min, protect.recent), protect.recent)
+    enough = protect.recent * (1.0 if protect.recent_share == 1 else 1.5)
+    recent = torch.where(left < enough, fitted, float(protect.recent)).long()
+    return recent if bool((recent < protect.recent).any()) else None
 
 
 def entry_budget(

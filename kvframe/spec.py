@@ -51,6 +51,18 @@ class Protect(BaseModel):
 
     sink: int = Field(4, ge=0, description="First tokens of the prompt, charged to the budget.")
     recent: int = Field(32, ge=0, description="Last tokens of the context, charged to the budget.")
+    recent_min: int | None = Field(
+        None,
+        ge=0,
+        description="Let a small budget shorten the recent window, down to this many tokens; null = an error instead.",
+    )
+    recent_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of a head's budget that a shortened window may take; it is shortened below 1.5 windows if "
+        "this is less than 1.",
+    )
     suffix: int = Field(
         0, ge=0, description="Last tokens of the prompt (the question), not charged; `suffix_length` overrides it."
     )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import info
 
-from kvframe.budget import entry_budget, split_regions
+from kvframe.budget import entry_budget, fitted_recent, split_regions
 from kvframe.errors import BudgetError, InputError
 from kvframe.spec import Budget, Protect
 
@@ -90,3 +90,26 @@ def test_messages():
         entry_budget(Budget(ratio=4), split_regions(valid, Protect()), info(), 4, 512)
     with pytest.raises(BudgetError, match="below its 36 protected"):
         entry_budget(Budget(bytes=100), split_regions(valid, Protect()), info(), 4, 512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths", "wanted"),
+    [
+        ({}, [100], None),
+        ({"recent_min": 4}, [400], None),  # 40 entries hold the window of 32 and 4 sinks
+        ({"recent_min": 4}, [200, 400, 60], [16, 32, 4]),  # what is left, the window, the minimum
+        ({"recent_min": 4, "recent_share": 0.25}, [400, 600, 60], [9, 32, 4]),  # 36 is below 48, 56 is not
+        ({"recent_min": 50}, [200], None),  # never longer than the window
+    ],
+)
+def test_a_small_budget_shortens_the_recent_window(settings, lengths, wanted):
+    protect, model = Protect(sink=4, recent=32, **settings), info()
+    valid = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    regions = split_regions(valid, protect)
+    recent = fitted_recent(Budget(ratio=10), protect, regions, model, 4)
+    assert wanted == (None if recent is None else recent.tolist())
+    if recent is not None:
+        shortened = split_regions(valid, protect, recent=recent)
+        assert shortened.tail.sum(1).tolist() == wanted
+        if "recent_share" in settings:
+            entry_budget(Budget(ratio=10), split_regions(valid[:2], protect, recent=recent[:2]), model, 4, 512)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvframe.budget import Lengths, Regions, row_lengths, split_regions
+from kvframe.budget import Lengths, Regions, fitted_recent, row_lengths, split_regions
 from kvframe.errors import InputError, ModelError
 from kvframe.hf.attention import use_kvframe_attention
 from kvframe.hf.info import model_info
@@ -142,8 +142,12 @@ class CompressedCache(Cache):
         prefix = self.prefix_length if first else 0
         suffix = suffix_length if first and prompt else self._clamped(suffix_length)
         regions = split_regions(self.valid, protect, prefix, suffix)
+        itemsize = self.compressed_layers[0].recent.keys.element_size()
+        recent = fitted_recent(spec.budget, protect, regions, self.info, itemsize) if first and prompt else None
+        if recent is not None:
+            regions = split_regions(self.valid, protect, prefix, suffix, recent)
+            self.ledger.note(f"the budget is small: the recent window was shortened to {int(recent.min())} tokens")
         if bool(regions.body.any()):
-            itemsize = self.compressed_layers[0].recent.keys.element_size()
             bits = self.pipeline.entry_bits(self.info, itemsize)
             budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits, prompt)
             observation = self.observe(regions, self.pipeline.needs)

@@ -136,8 +136,10 @@ def test_bad_input_is_one_sentence(model):
     pipeline, inputs = kvframe.load("gracekv", SMALL), batch([30])
     with pytest.raises(InputError, match="suffix_length 40 exceed the 30 tokens"):
         generate(model, inputs, pipeline, suffix_length=40)
-    with pytest.raises(BudgetError, match="below its 7 protected tokens; lower budget.ratio"):
+    with pytest.raises(BudgetError, match="below its 6 protected tokens; lower budget.ratio"):
         generate(model, inputs, kvframe.load("gracekv", {**SMALL, "budget.ratio": 20}))
-    short, cache = generate(model, batch([9]), pipeline)  # shorter than a slot
-    assert short.shape == (1, 6)
-    assert cache.report().notes
+    _, cache = generate(model, inputs, kvframe.load("gracekv", {**SMALL, "budget.ratio": 5}))
+    assert "the budget is small: the recent window was shortened to 4 tokens" in cache.report().notes
+    short, cache = generate(model, batch([9]), kvframe.load("gracekv", {**SMALL, "budget.ratio": 1.2}))
+    assert short.shape == (1, 6)  # shorter than a slot
+    assert cache.report().entry_ratio >= 1.2
