@@ -7,6 +7,7 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvframe.artefact import Artefact, load_artefact, rope_fingerprint
 from kvframe.cachedir import cache_dir
 from kvframe.errors import InputError
 from kvframe.stages import Encoder
-from kvframe.types import ModelInfo, Needs, Observation, Reading
+from kvframe.types import Amount, ModelInfo, Needs, Observation, Reading
 
 AUTO, PROMPT = "auto", "prompt"
 REMEMBERED = 8
@@ -106,7 +107,27 @@ class CalibratedEncoder(Encoder):
         """What `bind` returned; without it, the states that the observation itself gives."""
         if bound is not None:
             return bound
-        return self.states(self.learn([observation], observation.model), observation.model)
+        seen = _asked_for(observation, self.needs)
+        return self.states(self.learn([seen], seen.model), seen.model)
+
+
+def _asked_for(observation: Observation, needs: Needs) -> Observation:
+    """The observation without what other stages have asked for, so that it does not matter what they are."""
+
+    def last(tensor: Tensor | None, amount: Amount) -> Tensor | None:
+        if tensor is None or amount == 0:
+            return None
+        return tensor if amount == "all" else tensor[:, :, -int(amount) :]
+
+    layers = tuple(
+        replace(
+            layer,
+            queries=last(layer.queries, needs.queries),
+            head_outputs=last(layer.head_outputs, needs.head_outputs),
+        )
+        for layer in observation.layers
+    )
+    return replace(observation, layers=layers)
 
 
 def _remembered(encoder: CalibratedEncoder, model: ModelInfo, path: Path) -> Sequence[Any]:

@@ -22,7 +22,8 @@ def pack(codes: Tensor, width: int) -> Tensor:
     planes = torch.empty(width, channels, blocks * 4, dtype=torch.uint8, device=codes.device)
     for first in range(0, width, 8):
         part = codes if width <= 8 else (codes.int() >> first) & 255
-        eight = part.to(torch.uint8).contiguous().view(torch.int64)  # [C, M * 4], one row a byte
+        # [C, M * 4], one row a byte
+        eight = part.to(torch.uint8).reshape(-1).view(torch.int64).view(channels, blocks * 4)
         for plane in range(first, min(width, first + 8)):
             planes[plane] = (((eight >> (plane - first)) & ONES) * GATHER) >> 56
     return planes.view(torch.int32).permute(2, 0, 1).contiguous()
@@ -34,7 +35,8 @@ def unpack(words: Tensor, width: int) -> Tensor:
     if words.numel() == 0:
         kind = torch.uint8 if width <= 8 else torch.int32
         return torch.zeros(channels, blocks * LANES, dtype=kind, device=words.device)
-    planes = words.permute(1, 2, 0).contiguous().view(torch.uint8).int()  # [width, C, M * 4]
+    # Copied into a new tensor: one of a single block counts as contiguous with strides that no view of bytes allows.
+    planes = words.new_empty(width, channels, blocks).copy_(words.permute(1, 2, 0)).view(torch.uint8)
     table = _spread(words.device)
     halves = []
     for first in range(0, width, 8):

@@ -31,7 +31,7 @@ def encode(entries: Entries, state: LayerState, name: str) -> Encoded:
             where.append(_rows_at(entries, state, index))
             keys = state.rope.unrotate(keys, where[-1])
         for side, coder, rows in (("key", group.keys, keys), ("value", group.values, values)):
-            flat = rows.float().transpose(0, 1).reshape(run.rows, -1)  # [R, n * D]
+            flat = rows.float().transpose(0, 1).flatten(1)  # [R, n * D]
             words, scales = coder.encode(flat, run)
             found[f"{side}s"].append(words.flatten())
             found[f"{side}_scales"].append(scales)
@@ -77,7 +77,7 @@ def tiles(encoded: Encoded, state: LayerState, size: int = TILE) -> Iterator[Ent
 
 def _by_head(rows: Tensor, heads: int) -> Tensor:
     """`[R, n * D]` as `[n, R, D]`."""
-    return rows.view(rows.shape[0], heads, -1).transpose(0, 1)
+    return rows.view(rows.shape[0], heads, rows.shape[1] // heads).transpose(0, 1)
 
 
 def join(first: Encoded, second: Encoded, state: LayerState) -> Encoded | None:

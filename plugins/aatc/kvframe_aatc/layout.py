@@ -38,7 +38,7 @@ def gather(rows: Tensor, bounds: tuple[int, ...], kv_heads: int, heads: int, gro
     pieces = []
     for first in range(group * heads, len(bounds) - 1, kv_heads):
         begin, end = bounds[first], bounds[first + heads]
-        pieces.append(rows[begin:end].view(heads, -1, rows.shape[1]))
+        pieces.append(rows[begin:end].view(heads, (end - begin) // heads, rows.shape[1]))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
@@ -96,5 +96,5 @@ def unpack_positions(lowest: Tensor, distances: Tensor, runs: bitpack.Runs) -> T
         for first in range(0, width, 16):
             bits = min(16, width - first)
             words = distances[:, first : first + bits, None]
-            distance |= bitpack.unpack(words, bits).view(blocks, -1).long() << first
+            distance |= bitpack.unpack(words, bits).view(blocks, bitpack.LANES).long() << first
     return runs.trim((lowest.long()[:, None] + distance).reshape(1, -1))[0]

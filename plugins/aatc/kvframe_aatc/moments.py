@@ -58,9 +58,9 @@ class Moments:
         for index, (layer, sums) in enumerate(zip(observation.layers, self.layers, strict=True)):
             keys, values = self.rows(layer, index, body, positions)
             for rows, moment in ((keys, sums.keys), (values, sums.values)):
-                split = rows.view(count, moment.shape[0], -1).transpose(0, 1)  # [Gr, R, E]
+                split = rows.unflatten(1, (len(moment), -1)).transpose(0, 1)  # [Gr, R, E]
                 moment += (split.transpose(1, 2) @ split).double().cpu()
-            sums.key_sum += keys.view(count, sums.keys.shape[0], -1).sum(0).double().cpu()
+            sums.key_sum += keys.sum(0).view(sums.key_sum.shape).double().cpu()
             if len(picked):
                 chosen = picked.to(keys.device)
                 sums.sample_keys.append(keys[chosen].cpu())
@@ -76,7 +76,7 @@ class Moments:
         keys, values = (x.transpose(1, 2)[chosen].transpose(0, 1) for x in (layer.keys, layer.values))  # [H, R, D]
         keys = self.model.rope.unrotate(keys, positions) if self.before_rope else keys.float()
         key_bias, value_bias = self.model.projection_bias(index)
-        flat_keys, flat_values = (x.transpose(0, 1).reshape(len(positions), -1) for x in (keys, values.float()))
+        flat_keys, flat_values = (x.transpose(0, 1).flatten(1) for x in (keys, values.float()))
         if key_bias is not None and self.before_rope:
             flat_keys = flat_keys - key_bias.float().to(flat_keys.device)
         return flat_keys, flat_values if value_bias is None else flat_values - value_bias.float().to(values.device)
@@ -88,7 +88,7 @@ class Moments:
         if self.before_rope:
             positions = observation.positions[:, valid.shape[1] - queries.shape[2] :][seen]
             rows = self.model.rope.unrotate(rows, positions)
-        grouped = rows.reshape(self.model.kv_heads, -1, rows.shape[-1])  # [H, G * R, D]
+        grouped = rows.unflatten(0, (self.model.kv_heads, -1)).flatten(1, 2)  # [H, G * R, D]
         sums.queries += (grouped.transpose(1, 2) @ grouped).double().cpu()
 
     def _thin(self) -> None:

@@ -1,4 +1,4 @@
-"""Published eviction methods as kvframe stages: what new methods are compared with."""
+"""Published eviction methods and codes as kvframe stages: what new methods are compared with."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from kvframe_baselines.attention_scorers import H2O, TOVA, SnapKV
 from kvframe_baselines.chunk import Chunk
 from kvframe_baselines.expected_attention import ExpectedAttention
 from kvframe_baselines.global_top_k import GlobalTopK
+from kvframe_baselines.integer import PerToken
 from kvframe_baselines.key_scorers import KeyDiff, KeyNorm
+from kvframe_baselines.kivi import Kivi
 from kvframe_baselines.positional import Streaming
 from kvframe_baselines.pyramid import Pyramid
+from kvframe_baselines.rotation import Rotation
 
 SCORERS: tuple[type[Stage], ...] = (Streaming, H2O, SnapKV, TOVA, KeyNorm, KeyDiff, ExpectedAttention)
 ALLOCATORS: tuple[type[Stage], ...] = (Pyramid, Ada, Chunk, GlobalTopK)
+ENCODERS: tuple[type[Stage], ...] = (Kivi, PerToken, Rotation)
 
 
 @hookimpl
 def kvframe_register_stages() -> Iterable[type[Stage]]:
-    """The baselines' scorers and allocators."""
-    return (*SCORERS, *ALLOCATORS)
+    """The baselines' scorers, allocators and encoders."""
+    return (*SCORERS, *ALLOCATORS, *ENCODERS)
 
 
 @hookimpl
