@@ -79,6 +79,11 @@ class Case:
         layers = zip(plan.layers, seen.layers, strict=True)
         return [execute(planned, layer, seen.positions, seen.model.rope) for planned, layer in layers]
 
+    @property
+    def scale(self) -> float:
+        """The factor on q.k that a kernel is given: not D ** -0.5, which it might take for granted."""
+        return 0.3
+
     def query(self) -> Tensor:
         """Queries `[B, Hq, Q, D]` in the dtype of the keys."""
         shape = (self.prompts.model.query_heads, self.queries, self.prompts.geometry.head_dim)
@@ -136,7 +141,7 @@ def arguments(stage: Any, case: Case, layout: Layout = PLAIN, needs: Needs | Non
         return (seen, case.segments(layout), case.scores(layout), case.budget)
     if stage.kind == "encoder":
         return (seen, tuple(case.entries(layout)))
-    return (case.query(), attended_part(case, layout), case.prompts.model.scale)
+    return (case.query(), attended_part(case, layout), case.scale)
 
 
 def attended_part(case: Case, layout: Layout = PLAIN) -> Part:
@@ -145,8 +150,14 @@ def attended_part(case: Case, layout: Layout = PLAIN) -> Part:
 
     encoder: Any = registry().stages["encoder"][case.encoder]()  # type: ignore[call-arg]
     seen = case.prompts.observation(encoder.needs, layout)
-    state = fitted(encoder, seen)[0]
-    return Part(encoder.encode(case.entries(layout)[0], state), encoder, state)
+    try:
+        state = encoder.fit(seen, None)[0]
+        part = Part(encoder.encode(case.entries(layout)[0], state), encoder, state)
+        part.decode()
+    except Exception:
+        assume(False)
+        raise
+    return part
 
 
 def invoke(stage: Any, given: tuple[Any, ...], states: Sequence[Any] | None = None) -> Any:
@@ -214,7 +225,7 @@ def by_row(stage: Any, case: Case, result: Any, layout: Layout = PLAIN) -> list[
         else:
             out, lse = result
             part = attended_part(case, layout).decode()
-            limits = numerics.attention_tolerance(case.query(), part, case.prompts.model.scale)
+            limits = numerics.attention_tolerance(case.query(), part, case.scale)
             found |= {"out": (out[row], limits[0]), "lse": (lse[row], limits[1])}
         rows.append(found)
     return rows

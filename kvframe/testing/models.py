@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-VOCABULARY, HIDDEN, LAYERS = 61, 64, 2
+VOCABULARY, HIDDEN, LAYERS = 509, 64, 2
 
 
 @cache

@@ -157,7 +157,7 @@ def tiles_are_the_entries(stage: Any, case: Case) -> None:
             continue
         total = torch.stack([piece.offsets.diff() for piece in pieces]).sum(0)
         expect(torch.equal(total, back.offsets.diff()), f"{back.offsets.diff()} rows a head", f"{total}")
-        query, scale = case.query(), case.prompts.model.scale
+        query, scale = case.query(), case.scale
         whole = ragged_attention(query.double(), back, scale, impl="reference")
         parts = merge_attention([ragged_attention(query.double(), piece, scale, impl="reference") for piece in pieces])
         for name, a, b, limit in zip(

@@ -78,7 +78,7 @@ def _twice(limits: tuple[float, float]) -> tuple[float, float]:
 def attention_matches_the_reference(stage: Any, case: Case) -> None:
     """Outputs and log-sum-exps are those of the fp64 softmax of q.k * scale + log multiplicity over the decoded
     entries, for ragged heads, grouped queries, odd sizes and every dtype."""
-    part, query, scale = attended_part(case), case.query(), case.prompts.model.scale
+    part, query, scale = attended_part(case), case.query(), case.scale
     got = attend(stage, query, part, scale)
     shapes = (tuple(query.shape), tuple(query.shape[:-1]))
     for name, tensor, shape in zip(("out", "lse"), got, shapes, strict=True):
@@ -93,7 +93,7 @@ def attention_matches_the_reference(stage: Any, case: Case) -> None:
 def multiplicity_counts_copies(stage: Any, case: Case) -> None:
     """An entry of multiplicity 3 counts as three equal entries."""
     entries = replace(case.entries()[0], log_multiplicity=None)
-    query, scale = case.query(), case.prompts.model.scale
+    query, scale = case.query(), case.scale
     n = len(entries.keys)
     tripled = torch.arange(n).repeat_interleave(3)
     copies = Entries(entries.offsets * 3, entries.keys[tripled], entries.values[tripled])
@@ -105,7 +105,7 @@ def multiplicity_counts_copies(stage: Any, case: Case) -> None:
 @law("attention", _cases)
 def parts_merge_to_the_whole(stage: Any, case: Case) -> None:
     """Attention over two parts of the entries, merged by their log-sum-exps, is attention over all of them."""
-    entries, query, scale = case.entries()[0], case.query(), case.prompts.model.scale
+    entries, query, scale = case.entries()[0], case.query(), case.scale
     lengths = entries.offsets.diff().tolist()
     cut = [n // 3 for n in lengths]
     parts = [take(entries, [0] * len(cut), cut), take(entries, cut, lengths)]
@@ -117,7 +117,7 @@ def parts_merge_to_the_whole(stage: Any, case: Case) -> None:
 @law("attention", _cases)
 def order_does_not_matter(stage: Any, case: Case) -> None:
     """The order of a head's entries changes nothing."""
-    entries, query, scale = case.entries()[0], case.query(), case.prompts.model.scale
+    entries, query, scale = case.entries()[0], case.query(), case.scale
     back = [
         torch.arange(end - 1, begin - 1, -1) for begin, end in zip(entries.bounds, entries.bounds[1:], strict=False)
     ]
@@ -131,7 +131,7 @@ def order_does_not_matter(stage: Any, case: Case) -> None:
 @law("attention", _cases, weight=0.5)
 def empty_heads_give_nothing(stage: Any, case: Case) -> None:
     """A head without entries gives out 0 and log-sum-exp -inf; the others are as without it."""
-    entries, query, scale = case.entries()[0], case.query(), case.prompts.model.scale
+    entries, query, scale = case.entries()[0], case.query(), case.scale
     heads = case.prompts.geometry.kv_heads
     lengths = entries.offsets.diff().tolist()
     fewer = [0 if pair % 2 == 0 else n for pair, n in enumerate(lengths)]
@@ -152,7 +152,7 @@ def empty_heads_give_nothing(stage: Any, case: Case) -> None:
 @law("attention", _huge)
 def huge_logits_stay_finite(stage: Any, case: Case) -> None:
     """With keys and values of 3e4 outputs are finite and no larger than the largest value."""
-    part, query, scale = attended_part(case), case.query(), case.prompts.model.scale
+    part, query, scale = attended_part(case), case.query(), case.scale
     out, lse = attend(stage, query, part, scale)
     largest = float(part.decode().values.float().abs().max()) if part.encoded.bounds[-1] else 0.0
     low = torch.finfo(query.dtype).eps

@@ -51,10 +51,11 @@ class Batch:
         return replace(self, lengths=(self.lengths[row],), rows=(row,))
 
     def tokens(self, row: int, count: int, salt: int = 0) -> Tensor:
-        """Random tokens of a row."""
+        """Random tokens of a row, no two the same: keys of equal tokens have equal norms in the first layer, and
+        rounding would decide which of them a scorer prefers."""
         number = row if self.rows is None else self.rows[row]
         generator = torch.Generator().manual_seed((self.seed * 101 + number) * 7 + salt)
-        return torch.randint(1, VOCABULARY, (count,), generator=generator)
+        return torch.randperm(VOCABULARY - 1, generator=generator)[:count] + 1
 
     def prompt(self) -> tuple[Tensor, Tensor]:
         """Token ids and attention mask, `[B, T]`."""
@@ -71,15 +72,15 @@ class Batch:
         return torch.stack([self.tokens(row, count, 1) for row in range(len(self.lengths))])
 
 
-def _batches(pipeline: Pipeline, most: int = 3) -> Any:
-    # Long enough for what is protected, at any ratio.
+def _batches(pipeline: Pipeline, rows: int = 3) -> Any:
+    # Long enough for what is protected, at any ratio; rows of different lengths, so that there is padding.
     shortest = max(24, 8 * math.ceil(pipeline.spec.budget.ratio or 2))
-    lengths = st.lists(st.sampled_from([shortest, shortest + 9, shortest + 17]), min_size=1, max_size=most)
-    return st.builds(Batch, lengths.map(tuple), st.integers(0, 999), st.sampled_from(["llama", "qwen3"]))
+    lengths = st.permutations([shortest, shortest + 9, shortest + 17]).map(lambda order: tuple(order[:rows]))
+    return st.builds(Batch, lengths, st.integers(0, 999), st.sampled_from(["llama", "qwen3"]))
 
 
 def _short(pipeline: Pipeline) -> Any:
-    lengths = st.lists(st.integers(1, SINK + RECENT), min_size=1, max_size=2)
+    lengths = st.lists(st.integers(1, 5), min_size=1, max_size=2)
     return st.builds(Batch, lengths.map(tuple), st.integers(0, 999))
 
 
@@ -345,12 +346,11 @@ def a_second_prompt_is_compressed(pipeline: Pipeline, batch: Batch) -> None:
     expect(kept, f"a ratio of at least {pipeline.spec.budget.ratio}", str(report.entry_ratio))
 
 
-@law("pipeline", _short, weight=0.15)
-def short_prompts_are_kept(pipeline: Pipeline, batch: Batch) -> None:
-    """A prompt that is not longer than what is protected is left as it is, at any ratio: full attention, and a note in
-    the report."""
-    pipeline = small(pipeline, protect=Protect(sink=SINK, recent=RECENT), decode=Decode())
-    wanted = Session(None, batch).answer(1)
+@law("pipeline", _short, weight=0.3)
+def tiny_prompts_are_served(pipeline: Pipeline, batch: Batch) -> None:
+    """Prompts of one to five tokens, none protected, go through every stage, within the ratio."""
+    pipeline = small(pipeline, protect=Protect(sink=0, recent=0), decode=Decode())
     session = Session(pipeline, batch)
-    _same(session.answer(1), wanted, _tolerance(wanted, batch), "the logits of the full cache")
-    expect(session.cache.report().notes, "a note in the report", "none")
+    if not pipeline.spec.allocator.keeps_all:
+        _within(session, float(pipeline.spec.budget.ratio or 1), 0)
+    expect(session.answer(2).isfinite().all(), "finite logits", "inf or NaN")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvframe.testing.case import Case, arguments, cases_for, first_difference, invoke
 from kvframe.testing.law import expect, law
 from kvframe.testing.prompt import Layout
+from kvframe.types import Observation
 
 EXTREME = ("random", "constant", "zero", "tiny", "huge")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,6 +22,11 @@ def _cases(stage: Any) -> Any:
 
 def _extreme(stage: Any) -> Any:
     return cases_for(stage, contents=EXTREME, dtypes=DTYPES)
+
+
+def of_body(scores: Tensor, seen: Observation) -> Tensor:
+    """The scores of body tokens, flat."""
+    return scores[seen.body[None, :, None].expand(scores.shape)]
 
 
 @law("scorer", _cases)
@@ -36,7 +43,7 @@ def scores_are_finite_and_not_negative(stage: Any, case: Case) -> None:
     """Scores of body tokens are finite and >= 0, also for constant, zero, tiny and huge keys in 16 bits."""
     given = arguments(stage, case)
     scores = invoke(stage, given)
-    body = scores[given[0].body[None, :, None].expand(scores.shape)]
+    body = of_body(scores, given[0])
     expect(
         (body.isfinite() & (body >= 0)).all(), "finite scores >= 0", f"some of {body[~(body >= 0) | body.isinf()][:3]}"
     )
@@ -46,6 +53,6 @@ def scores_are_finite_and_not_negative(stage: Any, case: Case) -> None:
 def padding_is_never_read(stage: Any, case: Case) -> None:
     """What stands at padding changes no bit of a body token's score."""
     one, two = (arguments(stage, case, Layout(left=2, right=1, noise=n)) for n in (1, 2))
-    body = one[0].body[None, :, None].expand(one[0].shape)
-    difference = first_difference((invoke(stage, one)[body], 0.0), (invoke(stage, two)[body], 0.0))
+    first, second = (of_body(invoke(stage, given), given[0]) for given in (one, two))
+    difference = first_difference((first, 0.0), (second, 0.0))
     expect(not difference, "scores that do not depend on padding", difference)

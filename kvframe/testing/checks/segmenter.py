@@ -26,13 +26,3 @@ def segments_partition_the_tokens(stage: Any, case: Case) -> None:
     if found.boundary is not None:
         right = found.boundary.dtype == torch.float32 and found.boundary.shape == seen.valid.shape
         expect(right and found.boundary.isfinite().all(), "finite fp32 boundaries [B, T]")
-
-
-@law("segmenter", _cases)
-def segments_begin_at_a_token(stage: Any, case: Case) -> None:
-    """No segment is made of padding alone: the ids of a row's tokens are all the ids from its first one to its last."""
-    (seen,) = arguments(stage, case)
-    ids = invoke(stage, (seen,)).ids
-    for row in case.rows:
-        mine = ids[row][seen.valid[row]]
-        expect(len(mine.unique()) == int(ids[row].max() - mine[0]) + 1, "no segment behind the last token of a row")
