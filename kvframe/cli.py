@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvframe import __version__
+from kvframe import __version__, calibrating
 from kvframe.authoring import commands
 from kvframe.console import (
     Debug,
@@ -18,6 +18,7 @@ from kvframe.console import (
     SpecName,
     errors,
     load_pipeline,
+    load_quietly,
     one_sentence,
     read_overrides,
 )
@@ -102,7 +103,7 @@ def compare(
         contenders = make_contenders(_names(specs), _numbers(ratios), read_overrides(override))
         words = embedded_text() if text is None else read_text(text)
         results = open_results(out)
-        loaded, tokenizer = _load(model, dtype, device)
+        loaded, tokenizer = load_quietly(model, dtype, device)
         comparison = _compare(loaded, tokenizer, contenders, settings, words, results)
         print_table(comparison, Console())
         summary = results.path.with_name("summary.md")
@@ -177,7 +178,7 @@ def run(
 
         pipeline = load_pipeline(spec, override)
         text = read_text(prompt_file)
-        loaded, tokenizer = _load(model, dtype, device)
+        loaded, tokenizer = load_quietly(model, dtype, device)
         after = f"\n{question}" if question else ""
         prompt = chat_template(tokenizer).prompt(tokenizer, "", text, after, "")
         # Without a question nothing says where one would begin, so the spec's own suffix holds.
@@ -193,6 +194,7 @@ def run(
 
 
 commands.register(app)
+calibrating.register(app)
 
 
 def _names(text: str) -> list[str]:
@@ -215,15 +217,3 @@ def _numbers(text: str) -> list[float]:
             raise InputError(f"--ratios names {ratio:g} twice; name it once.")
         ratios.append(ratio)
     return ratios
-
-
-def _load(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model; what transformers would say meanwhile gives way to one status line."""
-    with errors().status(f"Loading {name}"):
-        from transformers.utils import logging
-
-        from kvframe.hf import load_model
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        return load_model(name, dtype=dtype, device=device)

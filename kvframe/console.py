@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from kvframe.errors import InputError, KvframeError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvframe.pipeline import Pipeline
 
@@ -36,6 +39,10 @@ def one_sentence(debug: bool, interrupted: str = "interrupted.") -> Iterator[Non
         _fail(str(error), 2, debug)
     except KeyboardInterrupt:
         _fail(interrupted, 130, debug)
+    except BrokenPipeError:
+        # Whoever read the output has gone, such as `head`: what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     except typer.Exit:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the user gets a sentence; --debug shows the rest
@@ -73,6 +80,18 @@ def load_pipeline(spec: str, override: list[str] | None) -> Pipeline:
     from kvframe.specfile import spec_source
 
     return load(spec_source(spec), read_overrides(override))
+
+
+def load_quietly(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model; what transformers would say meanwhile gives way to one status line."""
+    with errors().status(f"Loading {name}"):
+        from transformers.utils import logging
+
+        from kvframe.hf import load_model
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        return load_model(name, dtype=dtype, device=device)
 
 
 def errors() -> Console:
