@@ -135,7 +135,8 @@ def _blamed(error: Exception, pipeline: Pipeline) -> StageError:
     culprit: Any = None
     trace = error.__traceback__
     while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
+        first = trace.tb_frame.f_code.co_varnames[:1]
+        owner = trace.tb_frame.f_locals.get(*first) if first else None
         # The innermost one: a kernel calls its encoder. Stages that a stage makes itself are its own affair.
         culprit = owner if isinstance(owner, Stage) and owner in pipeline.stages else culprit
         trace = trace.tb_next

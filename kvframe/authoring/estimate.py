@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvframe.budget import entry_budget, split_regions
+from kvframe.budget import entry_budget, fitted_recent, split_regions
 from kvframe.errors import InputError
 from kvframe.pipeline import Pipeline
 from kvframe.types import ModelInfo
@@ -46,10 +46,13 @@ def estimate(pipeline: Pipeline, model: ModelInfo, itemsize: int, tokens: int) -
     spec, units = pipeline.spec, model.layers * model.kv_heads
     exact = 2 * model.head_dim * itemsize  # bytes of a key and a value
     valid = torch.ones(1, tokens, dtype=torch.bool)
-    regions = split_regions(valid, spec.protect, 0, min(spec.protect.suffix, tokens))
+    suffix = min(spec.protect.suffix, tokens)
+    regions = split_regions(valid, spec.protect, 0, suffix)
+    if (recent := fitted_recent(spec.budget, spec.protect, regions, model, itemsize)) is not None:
+        regions = split_regions(valid, spec.protect, 0, suffix, recent)
     bits = pipeline.entry_bits(model, itemsize)
     body, _ = entry_budget(spec.budget, regions, model, itemsize, bits)
-    body_tokens, suffix = int(regions.body.sum()), int(regions.suffix.sum())
+    body_tokens = int(regions.body.sum())
     kept = units * body_tokens if spec.allocator.keeps_all else int(body)
 
     def kept_exactly(name: str, count: int) -> Region:
