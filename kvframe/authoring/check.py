@@ -44,7 +44,8 @@ def check_target(
 
 def subjects(target: str, overrides: Mapping[str, Any] | None = None) -> list[Subject]:
     """What a name stands for: a plugin (by entry-point name, distribution or package: all its stages, at their
-    defaults and with each of their choices, and its specs), a stage, a spec, or a spec's file.
+    defaults and with each of their choices, and its specs), or a stage, or a spec, or a spec's file. Where a plugin and
+    a spec share a name, "spec:NAME" is the spec; "scorer:NAME" and the like name stages.
 
     Raises InputError for a name that stands for nothing, or for overrides where there is no spec."""
     from kvframe.testing import variants
@@ -53,8 +54,10 @@ def subjects(target: str, overrides: Mapping[str, Any] | None = None) -> list[Su
     source = spec_source(target)
     if isinstance(source, Path) and not source.is_dir():
         return [load(source, overrides)]
-    name = target.rstrip("/\\").replace("\\", "/").rpartition("/")[2]
-    plugins = [plugin for plugin in known.plugins if name in _names_of(plugin)]
+    kind, colon, rest = target.partition(":")
+    only = kind if colon and kind in ("spec", *known.stages) else ""
+    name = rest if only else target.rstrip("/\\").replace("\\", "/").rpartition("/")[2]
+    plugins = [plugin for plugin in known.plugins if not only and name in _names_of(plugin)]
     found: list[Subject] = []
     for plugin in plugins:
         for kind, classes in known.stages.items():
@@ -63,23 +66,28 @@ def subjects(target: str, overrides: Mapping[str, Any] | None = None) -> list[Su
                     found += variants(stage)
         found += [load(n, overrides) for n in sorted(known.specs) if known.owners[f"spec:{n}"] is plugin]
     if not plugins:
-        found += [v for classes in known.stages.values() if name in classes for v in variants(classes[name])]
-        found += [load(name, overrides)] if name in known.specs else []
+        kinds = [only] if only in known.stages else [] if only else list(known.stages)
+        found += [v for kind in kinds if name in known.stages[kind] for v in variants(known.stages[kind][name])]
+        found += [load(name, overrides)] if name in known.specs and only in ("", "spec") else []
     if not found:
-        raise InputError(f"Nothing to check is named '{target}'{nearest(name, _choices(known))}")
+        raise InputError(f"Nothing to check is named '{target}'{nearest(name, _choices(known, only))}")
     if overrides and not any(isinstance(subject, Pipeline) for subject in found):
         raise InputError(f"--set changes specs, but '{target}' is no spec; leave it out.")
     return found
 
 
 def _names_of(plugin: Plugin) -> set[str]:
-    """The entry-point name; the distribution's, unless it brings several plugins; the package's."""
-    alone = sum(other.distribution == plugin.distribution for other in registry().plugins) == 1
-    package = f"kvframe_{plugin.name.replace('-', '_')}"
-    return {plugin.name, package} | ({plugin.distribution, plugin.distribution.replace("-", "_")} if alone else set())
+    """The entry-point name, also with hyphens; the package; the distribution, unless it brings several plugins."""
+    found = {plugin.name, plugin.name.replace("_", "-"), f"kvframe_{plugin.name.replace('-', '_')}"}
+    if sum(other.distribution == plugin.distribution for other in registry().plugins) == 1:
+        found |= {plugin.distribution, plugin.distribution.replace("-", "_")}
+    return found
 
 
-def _choices(known: Registry) -> set[str]:
+def _choices(known: Registry, only: str) -> set[str]:
+    """What may be named; `only` = "spec" or a stage kind, "" = everything."""
+    if only:
+        return set(known.specs if only == "spec" else known.stages[only])
     stages = {name for classes in known.stages.values() for name in classes}
     return {plugin.name for plugin in known.plugins} | stages | set(known.specs)
 

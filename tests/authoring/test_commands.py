@@ -138,6 +138,8 @@ def test_what_a_target_stands_for(tmp_path):
     assert set(found("baselines.snapkv")) == {"SnapKV"}
     assert found("int8") == ["Int8", "int8"], "a stage and a spec of one name are both checked"
     assert {"SnapKV", "Ada", "snapkv", "adakv"} <= set(found("baselines")) == set(found("kvframe_baselines"))
+    assert (found("spec:int8"), found("encoder:int8")) == (["int8"], ["Int8"])
+    assert found("spec:gracekv") == ["gracekv"] != found("gracekv")
     (tmp_path / "mine.yaml").write_text("extends: snapkv\n")
     assert found(str(tmp_path / "mine.yaml")) == ["mine"]
 
@@ -145,6 +147,8 @@ def test_what_a_target_stands_for(tmp_path):
 def test_targets_that_are_none(tmp_path):
     with pytest.raises(InputError, match="Nothing to check is named 'snapvk'; did you mean 'snapkv'"):
         subjects("snapvk")
+    with pytest.raises(InputError, match=r"'scorer:snapkv'; did you mean 'baselines.snapkv'"):
+        subjects("scorer:snapkv")
     with pytest.raises(InputError, match=r"--set changes specs, but 'baselines.snapkv' is no spec"):
         subjects("baselines.snapkv", {"budget.ratio": 4})
 
