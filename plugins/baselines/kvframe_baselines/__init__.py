@@ -11,6 +11,7 @@ from kvframe.stages import Stage
 from kvframe_baselines.adaptive import Ada
 from kvframe_baselines.attention_scorers import H2O, TOVA, SnapKV
 from kvframe_baselines.chunk import Chunk
+from kvframe_baselines.d2o import D2O
 from kvframe_baselines.expected_attention import ExpectedAttention
 from kvframe_baselines.global_top_k import GlobalTopK
 from kvframe_baselines.integer import PerToken
@@ -21,7 +22,7 @@ from kvframe_baselines.pyramid import Pyramid
 from kvframe_baselines.rotation import Rotation
 
 SCORERS: tuple[type[Stage], ...] = (Streaming, H2O, SnapKV, TOVA, KeyNorm, KeyDiff, ExpectedAttention)
-ALLOCATORS: tuple[type[Stage], ...] = (Pyramid, Ada, Chunk, GlobalTopK)
+ALLOCATORS: tuple[type[Stage], ...] = (Pyramid, Ada, Chunk, GlobalTopK, D2O)
 ENCODERS: tuple[type[Stage], ...] = (Kivi, PerToken, Rotation)
 
 

@@ -24,6 +24,7 @@ SPECS = {
     "adakv": ("baselines.snapkv", "baselines.ada"),
     "chunkkv": ("baselines.snapkv", "baselines.chunk"),
     "globalkv": ("baselines.snapkv", "baselines.global_top_k"),
+    "d2o": ("baselines.h2o", "baselines.d2o"),
 }
 STAGES = list(kvframe_baselines.kvframe_register_stages())
 

@@ -95,7 +95,7 @@ def test_generates_the_same_for_a_row_alone_and_in_a_padded_batch(model, name):
     together, cache = generate(model, inputs, pipeline, suffix_length=6)
     report = cache.report()
     assert report.entry_ratio >= 3
-    assert report.notes == ()
+    assert not any(note.startswith("no question") for note in report.notes)
     for row, n in enumerate((60, 41, 33)):
         alone = {key: tensor[row : row + 1, -n:] for key, tensor in inputs.items()}
         assert torch.equal(generate(model, alone, pipeline, suffix_length=6)[0][0], together[row])
@@ -109,7 +109,7 @@ def test_ratio_one_is_the_full_cache(model, name):
     plain = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(got, plain[:, 50:])
     assert cache.report().entry_ratio == 1
-    assert cache.report().notes[0].startswith("no question is marked")
+    assert any(note.startswith("no question is marked") for note in cache.report().notes)
 
 
 @pytest.mark.parametrize("overrides", MIXED.values(), ids=MIXED)
