@@ -16,13 +16,16 @@ def soft_matching(
 ) -> tuple[Tensor, Tensor]:
     """Contract as `kvframe.ops.soft_matching`."""
     chunks, n_sources = sources.shape
+    n_targets = targets.shape[1]
     likeness = rows.new_full((chunks, n_sources), -torch.inf)
     partner = torch.full_like(sources, -1)
-    if 0 in (chunks, n_sources, targets.shape[1]):
+    if 0 in (chunks, n_sources, n_targets):
         return likeness, partner
     norm = rows.norm(dim=-1)
     factor = 1 / torch.where(norm > 0, norm, 1)
-    step = max(1, BLOCK_ELEMENTS // (n_sources * targets.shape[1]))
+    # The first target has the highest rank; 0 is left for those that are no tie.
+    rank = torch.arange(n_targets, 0, -1, dtype=rows.dtype, device=rows.device)
+    step = max(1, BLOCK_ELEMENTS // (n_sources * n_targets))
     for begin in range(0, chunks, step):
         block = slice(begin, begin + step)
         source, target = sources[block], targets[block]
@@ -37,9 +40,12 @@ def soft_matching(
         if metric == "ward" and counts is not None:
             n, m = counts[at_source][:, :, None], counts[at_target][:, None, :]
             scores, slack = scores * (n * m / (n + m)), slack * n
-        scores.masked_fill_((target < 0)[:, None, :], -torch.inf)
+        scores += torch.zeros_like(target, dtype=rows.dtype).masked_fill_(target < 0, -torch.inf)[:, None]
         best = scores.amax(-1, keepdim=True)
-        place = (scores >= best - slack).byte().argmax(-1)  # the first of the ties
+        # As numbers, not as a mask: comparing, multiplying and the maximum are then all vector instructions on a CPU.
+        tied = torch.ge(scores, best - slack, out=torch.empty_like(scores))
+        first = tied.mul_(rank).amax(-1)
+        place = (n_targets - first).long().clamp_max(n_targets - 1)
         matched = (source >= 0) & (target >= 0).any(-1, keepdim=True)
         top = 1.0 if metric == "cosine" else 0.0  # rounding may go beyond
         likeness[block] = torch.where(matched, best.squeeze(-1).clamp_max(top), -torch.inf)

@@ -147,7 +147,8 @@ class SoftMatching(Allocator):
         kept = torch.zeros_like(total).index_add_(0, group, single.sum(-1).flatten())
         units = torch.arange(len(layers) * batch * heads, device=place.device)
         work = Work(
-            keys=keys,
+            # The coherence of a cluster is that of its tokens' keys, which are still needed.
+            sums=keys.clone() if self.multiplicity == "coherence" else keys,
             counts=keys.new_ones(len(keys)),
             unit=unit,
             segment=(segments.ids[row, column] - segments.ids[row, 0]).long(),

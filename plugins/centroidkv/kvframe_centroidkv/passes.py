@@ -24,8 +24,8 @@ class Work:
     unit, then position.
 
     Attributes:
-        keys: fp32 or fp64 `[M, D]`, what is compared and averaged.
-        counts: like `keys`, `[M]`, tokens that an entry stands for.
+        sums: fp32 or fp64 `[M, D]`, for each entry the sum of the keys of its tokens; used up.
+        counts: like `sums`, `[M]`, tokens that an entry stands for.
         unit: int64 `[M]`.
         segment: int64 `[M]`, the chunk of each entry in the first pass; never decreases inside a unit.
         chunk: int64 `[U]`, entries in a chunk of the later passes.
@@ -34,7 +34,7 @@ class Work:
         target: int64 `[G]`, entries that a group may have; at least one for each of its units that has entries.
     """
 
-    keys: Tensor
+    sums: Tensor
     counts: Tensor
     unit: Tensor
     segment: Tensor
@@ -61,7 +61,7 @@ def cluster(work: Work, method: SoftMatching) -> Clusters:
     most `max_share` of its sources, at most as many as there are entries too many, and in the passes that have a
     threshold only those above it. Several sources may join one target; the centroid is the mean weighted by counts,
     and stays at the target's place. Raises StageError if a target cannot be reached."""
-    sums, counts, unit = work.keys * work.counts[:, None], work.counts, work.unit
+    sums, counts, unit = work.sums, work.counts, work.unit
     owner = torch.arange(len(unit), device=unit.device)
     width = int(work.segment.max()) + 1 if len(unit) else 1
     label = unit * width + work.segment
