@@ -98,11 +98,13 @@ class Encoder(Stage):
     """Maps entries to codes and back.
 
     Class variables:
+        views: decoding gives back the tensors that are held, at no cost.
         block: rows coded together; 1 = row by row.
     """
 
     kind: ClassVar[str] = "encoder"
     block: ClassVar[int] = 1
+    views: ClassVar[bool] = False
 
     @property
     def uses_positions(self) -> bool:

@@ -304,9 +304,13 @@ class Part:
     state: Any = ()
 
     def decode(self) -> Entries:
-        """The entries, rebuilt."""
-        return self.encoder.decode(self.encoded, self.state)
+        """The entries, rebuilt; those of an encoder that gives views are made once."""
+        return self._views if self.encoder.views else self.encoder.decode(self.encoded, self.state)
 
     def tiles(self) -> Iterator[Entries]:
         """The entries, rebuilt piece by piece."""
-        return self.encoder.tiles(self.encoded, self.state)
+        return iter((self._views,)) if self.encoder.views else self.encoder.tiles(self.encoded, self.state)
+
+    @cached_property
+    def _views(self) -> Entries:
+        return self.encoder.decode(self.encoded, self.state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ class Dense(Encoder):
     """Holds keys and values as the model made them."""
 
     name: Literal["dense"] = "dense"
+    views: ClassVar[bool] = True
 
     def encode(self, entries: Entries, state: Any) -> Encoded:
         """Return the tensors themselves."""

@@ -27,6 +27,8 @@ def dense_attention(
         mask = (
             None if bias is None else bias.float()
         )  # fp32 also for bf16 keys: a bf16 logarithm would be off by a percent
+        # The fused kernel takes channels for adjacent and reads something else where they are not.
+        packed, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (packed, keys, values))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             packed, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )

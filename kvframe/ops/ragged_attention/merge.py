@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
+Attended = tuple[Tensor, Tensor]
 
-def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+
+def merge_attention(parts: Sequence[Attended]) -> Attended:
     """Merge `(out [..., D], lse [...])` of disjoint sets of entries into those of their union.
 
-    Weighs each part by exp(lse - max lse). Where every part is empty (lse -inf) the result is out 0, lse -inf."""
-    if len(parts) == 1:
-        return parts[0]
-    lses = torch.stack([lse for _, lse in parts])  # [P, ...]
-    top = lses.amax(0)
-    weights = (lses - torch.where(top.isinf(), torch.zeros_like(top), top)).exp()  # [P, ...]
-    total = weights.sum(0)
-    shares = weights / total.clamp_min(torch.finfo(total.dtype).tiny)
-    out = torch.zeros_like(parts[0][0])
-    for share, (part, _) in zip(shares, parts, strict=True):
-        out += share[..., None] * part
-    return out, top + total.log()
+    Where every part is empty (lse -inf) the result is out 0, lse -inf."""
+    return reduce(_merge_two, parts)
+
+
+def _merge_two(first: Attended, second: Attended) -> Attended:
+    # The second part's share exp(b) / (exp(a) + exp(b)) is the logistic function of b - a: one kernel, no overflow.
+    share = torch.sigmoid(second[1] - first[1]).nan_to_num_(0.0)  # -inf minus -inf: both empty
+    return torch.lerp(first[0], second[0], share[..., None]), torch.logaddexp(first[1], second[1])
