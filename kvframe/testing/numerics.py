@@ -33,7 +33,8 @@ def attention_tolerance(query: Tensor, entries: Entries, scale: float) -> tuple[
     logit += FP32 * (0.0 if entries.log_multiplicity is None else float(entries.log_multiplicity.abs().max()))
     largest, low = float(entries.values.float().abs().max()), torch.finfo(entries.keys.dtype).eps
     out = largest * (2 * logit + (n + 4) * FP32 + 2 * low)
-    return out, logit + (n + 4) * FP32 + FP32 * norm * scale
+    # A sum of probabilities that were rounded to the dtype is off by half a unit of it, and so is its logarithm.
+    return out, logit + (n + 4) * FP32 + low / 2
 
 
 def score_tolerance(scores: Tensor, observation: Observation) -> float:

@@ -154,3 +154,14 @@ def test_an_unknown_implementation_is_named():
         ragged_attention(
             torch.zeros(1, 1, 1, 8), Entries(torch.tensor([0, 0]), torch.zeros(0, 8), torch.zeros(0, 8)), 1.0, "cuda"
         )
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+def test_the_layout_in_memory_does_not_matter(impl):
+    query, entries = make(2, 2, 2, 1, 16, 3, False, False, torch.float32)
+    columns = Entries(entries.offsets, entries.keys.T.contiguous().T, entries.values.T.contiguous().T)
+    assert columns.keys.stride(-1) > 1
+    for got, wanted in zip(
+        ragged_attention(query, columns, 0.3, impl), ragged_attention(query, entries, 0.3, impl), strict=True
+    ):
+        assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-6)
