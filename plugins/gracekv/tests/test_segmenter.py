@@ -127,9 +127,9 @@ def test_bad_input_is_one_sentence(make):
     seen = make([9])
     broken = seen.surprisal.clone()
     broken[0, 4] = torch.nan
-    with pytest.raises(StageError, match="surprisal that is not finite in row 0.*surprisal_weight: 0"):
+    with pytest.raises(StageError, match=r"surprisal that is not finite in row 0.*surprisal_weight: 0"):
         SMALL.segment(replace(seen, surprisal=broken))
-    with pytest.raises(StageError, match="needs surprisal.*surprisal_weight: 0"):
+    with pytest.raises(StageError, match=r"needs surprisal.*surprisal_weight: 0"):
         SMALL.segment(replace(seen, surprisal=None))
     with pytest.raises(StageError, match=r"hidden states at depth 0\.33"):
         SMALL.segment(replace(seen, hidden_states={}))

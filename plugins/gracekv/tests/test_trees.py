@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,7 +50,7 @@ def test_a_tree_divides_its_slot_down_to_single_tokens(lengths, seed, kind):
         assert all(int(trees.parent[c]) == node and int(trees.unit[c]) == u for c in children)
         assert spans[0][0] == a
         assert spans[-1][1] == b
-        assert all(left[1] == right[0] for left, right in zip(spans, spans[1:], strict=False))
+        assert all(left[1] == right[0] for left, right in pairwise(spans))
         # Value is conserved: intervals divide intervals.
         parts = sum(float(value[u, x:y].double().sum()) for x, y in spans)
         assert parts == pytest.approx(float(value[u, a:b].double().sum()), rel=1e-12)

@@ -102,7 +102,7 @@ def test_direct_relevance_observes_the_probes_only():
 def test_missing_observations_are_named(make):
     seen = make([9])
     blind = replace(seen, layers=tuple(LayerObservation(x.keys, x.values) for x in seen.layers))
-    with pytest.raises(StageError, match="needs the outputs of the heads.*sensitivity: static"):
+    with pytest.raises(StageError, match=r"needs the outputs of the heads.*sensitivity: static"):
         head_sensitivity(blind, next(rows(blind, 2, 1)), "static_input", "x")
 
 
