@@ -186,7 +186,10 @@ def _explain(error: dict[str, Any], data: Any, origin: str, places: Mapping[Any,
     dotted = ".".join(map(str, path))
     given, kind, stages = error["input"], error["type"], registry().stages
     misnamed = kind in ("union_tag_invalid", "literal_error") and bool(path) and path[0] in stages
-    at = (path[0], "name") if misnamed else path
+    message = error["msg"].removeprefix("Value error, ")
+    # What does not fit together is said of the whole spec, but the sentence begins with the stage to change.
+    clash = message.partition(" ")[0]
+    at = (path[0], "name") if misnamed else (clash,) if not path and clash in stages else path
     where = next((places[at[:n]] for n in range(len(at), 0, -1) if at[:n] in places), origin)
     if misnamed:
         name = given.get("name") if isinstance(given, dict) else given
@@ -196,7 +199,6 @@ def _explain(error: dict[str, Any], data: Any, origin: str, places: Mapping[Any,
         if path == ("extends",):
             return f"{where}: extends: it is read from files only; merge the specs before."
         return f"{where}: {dotted}: unknown key '{path[-1]}'{owner}{nearest(str(path[-1]), choices)}"
-    message = error["msg"].removeprefix("Value error, ")
     if not path or kind == "value_error":
         return f"{where}: {dotted + ': ' if dotted else ''}{message}."
     return f"{where}: {dotted}: {message}, but it is {given!r}."

@@ -108,7 +108,10 @@ def _read(file: Path | Traversable) -> str:
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise SpecError(f"The spec file '{file}' cannot be read: {reason}.") from None
+        name = file.name.rpartition(".")[0]
+        named = isinstance(error, FileNotFoundError) and name in registry().specs
+        hint = f"; the spec of that name is '{name}', without an ending" if named else ""
+        raise SpecError(f"The spec file '{file}' cannot be read: {reason}{hint}.") from None
 
 
 def _merge(

@@ -77,7 +77,10 @@ def test_the_fingerprint_sees_everything_but_the_description():
         ("version: 2\n", r"version: .*1, but it is 2"),
         ("protect: {sinks: 3}\n", r"unknown key 'sinks'; did you mean 'sink'"),
         ("attention: fast\n", r"there is no attention named 'fast'"),
-        ("budget: {ratio: 4}\nallocator: keep_all\n", r"'keep_all' keeps every entry, so the budget would be ignored"),
+        (
+            "budget: {ratio: 4}\nallocator: keep_all\n",
+            r"mine.yaml:2: allocator 'keep_all' keeps every entry, so the budget would be ignored",
+        ),
         ("scorer: [1]\n", r"mine.yaml:1: scorer"),
         ("scorer: {}\n", r"mine.yaml:1: scorer"),
         ("- a\n", r"a spec is a mapping such as 'scorer: uniform', but the file holds a sequence"),
@@ -144,6 +147,10 @@ def test_files_that_cannot_be_read(tmp_path):
         read_spec(tmp_path / "none.yaml")
     with pytest.raises(SpecError, match="cannot be read: Is a directory"):
         read_spec(tmp_path)
+    with pytest.raises(
+        SpecError, match="No such file or directory; the spec of that name is 'snapkv', without an ending"
+    ):
+        read_spec(tmp_path / "snapkv.yaml")
     binary = tmp_path / "b.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="not UTF-8"):

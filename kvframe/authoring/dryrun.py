@@ -30,8 +30,8 @@ def dry_run(pipeline: Pipeline, seed: int = 0) -> DryRun:
     """Compress two random prompts, a further block if the spec asks for it, and attend what is kept.
 
     Raises StageError, naming the stage, for a stage that breaks its contract or raises anything that is no
-    KvframeError. A stage that refuses the random model (2 layers, 2 KV heads, dimension 64) when it is bound, because
-    it serves one model only, ends the run without an error."""
+    KvframeError. A stage that refuses the random model (2 layers, 2 KV heads, dimension 64, on the CPU) with a
+    KvframeError of another kind, because it serves one model or one device only, ends the run without an error."""
     from kvframe.testing import Geometry, Prompts
 
     geometry = Geometry(layers=2, kv_heads=2, group=2, head_dim=64)
@@ -53,8 +53,10 @@ def dry_run(pipeline: Pipeline, seed: int = 0) -> DryRun:
             later = block.observation(pipeline.needs)
             again = pipeline.run(later, body_budget(pipeline, later), states=compressed.states, bound=bound)
             attend(pipeline, again, later)
-    except KvframeError:
+    except StageError:
         raise
+    except KvframeError as error:
+        return DryRun(False, str(error))
     except Exception as error:
         raise _blamed(error, pipeline) from error
     _check_pure(pipeline, observation, budget)

@@ -13,7 +13,7 @@ from kvframe.builtin.encoders import Dense
 from kvframe.builtin.kernels import Reference
 from kvframe.builtin.scorers import Uniform
 from kvframe.builtin.segmenters import Whole
-from kvframe.errors import ModelError, StageError
+from kvframe.errors import InputError, ModelError, StageError
 from kvframe.pipeline import Pipeline, load
 from kvframe.registry import registry
 from kvframe.spec import PipelineSpec, read_spec
@@ -142,6 +142,14 @@ def test_a_stage_for_one_model_only_is_no_mistake():
 
     result = dry_run(pipeline_with(scorer=changed(Uniform, bind=bind)))
     assert (result.done, result.text) == (False, "Made for another model.")
+
+
+def test_a_kernel_for_another_device_is_no_mistake():
+    def attend(self, query, part, scale):
+        raise InputError("Runs elsewhere.")
+
+    result = dry_run(pipeline_with(attention=changed(Reference, attend=attend)))
+    assert (result.done, result.text) == (False, "Runs elsewhere.")
 
 
 def test_stages_are_shown_what_they_need():
