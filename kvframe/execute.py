@@ -62,10 +62,10 @@ def execute(plan: LayerPlan, layer: LayerObservation, positions: Tensor, rope: R
         log_multiplicity = None if plan.multiplicity is None else plan.multiplicity.float().log()
         return Entries(offsets, keys[source[order]], values[source[order]], log_multiplicity, at[order].int())
 
-    mean = 1.0 / size.float()[entry]  # [K]
-
-    def weights(given: Tensor | None) -> Tensor:
-        return mean if given is None else given.reshape(-1)[source].float()
+    def pool(rows: Tensor, given: Tensor | None) -> Tensor:
+        if given is None:
+            return segment_pool(rows, None, entry, total) / size[:, None]
+        return segment_pool(rows, given.reshape(-1)[source].float(), entry, total)
 
     where = plan.positions
     if where is None:
@@ -73,8 +73,8 @@ def execute(plan: LayerPlan, layer: LayerObservation, positions: Tensor, rope: R
         where = (total_position / size).round().long()  # [N]
     plain = keys[source]
     turned = rope.unrotate(plain, at) if plan.align_rope else plain.float()
-    pooled_keys = segment_pool(turned, weights(plan.key_weight), entry, total)
-    pooled_values = segment_pool(values[source].float(), weights(plan.value_weight), entry, total)
+    pooled_keys = pool(turned, plan.key_weight)
+    pooled_values = pool(values[source].float(), plan.value_weight)
     if plan.align_rope:
         pooled_keys = rope.rotate(pooled_keys, where)
     pooled_keys, pooled_values = pooled_keys.to(keys.dtype), pooled_values.to(values.dtype)

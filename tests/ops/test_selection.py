@@ -18,6 +18,8 @@ def test_segment_pool_is_a_loop(rows, segments, dim, seed):
     for row in range(rows):
         wanted[segment[row]] += weights[row] * data[row]
     assert torch.allclose(segment_pool(data, weights, segment, segments), wanted, atol=1e-14)
+    plain = segment_pool(data, torch.ones(rows), segment, segments)
+    assert torch.equal(segment_pool(data, None, segment, segments), plain)
 
 
 @given(st.integers(1, 12), st.integers(0, 14), st.integers(0, 10**6))

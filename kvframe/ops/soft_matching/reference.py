@@ -21,8 +21,6 @@ def soft_matching(
     partner = torch.full_like(sources, -1)
     if 0 in (chunks, n_sources, n_targets):
         return likeness, partner
-    norm = rows.norm(dim=-1)
-    factor = 1 / torch.where(norm > 0, norm, 1)
     # The first target has the highest rank; 0 is left for those that are no tie.
     rank = torch.arange(n_targets, 0, -1, dtype=rows.dtype, device=rows.device)
     step = max(1, BLOCK_ELEMENTS // (n_sources * n_targets))
@@ -32,8 +30,7 @@ def soft_matching(
         at_source, at_target = source.clamp_min(0), target.clamp_min(0)
         a, b = rows[at_source], rows[at_target]
         if metric == "cosine":
-            a, b = a * factor[at_source][..., None], b * factor[at_target][..., None]
-            scores, slack = a @ b.mT, rows.new_tensor(TIE)  # [p, a, b]
+            scores, slack = unit(a) @ unit(b).mT, rows.new_tensor(TIE)  # [p, a, b]
         else:
             a_square, b_square = a.square().sum(-1, keepdim=True), b.square().sum(-1)[:, None]
             scores, slack = 2 * (a @ b.mT) - a_square - b_square, TIE * a_square
@@ -51,3 +48,9 @@ def soft_matching(
         likeness[block] = torch.where(matched, best.squeeze(-1).clamp_max(top), -torch.inf)
         partner[block] = torch.where(matched, target.gather(1, place), -1)
     return likeness, partner
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Rows of length 1; zeros stay zeros."""
+    norm = rows.norm(dim=-1, keepdim=True)
+    return rows / torch.where(norm > 0, norm, 1)

@@ -61,31 +61,35 @@ def cluster(work: Work, method: SoftMatching) -> Clusters:
     most `max_share` of its sources, at most as many as there are entries too many, and in the passes that have a
     threshold only those above it. Several sources may join one target; the centroid is the mean weighted by counts,
     and stays at the target's place. Raises StageError if a target cannot be reached."""
-    sums, counts, unit = work.sums, work.counts, work.unit
+    sums, counts, unit = work.sums, work.counts.clone(), work.unit
     owner = torch.arange(len(unit), device=unit.device)
+    alive = owner  # entries that are left; rows of the others stay where they are, which is cheaper than closing up
     width = int(work.segment.max()) + 1 if len(unit) else 1
     label = unit * width + work.segment
-    limit = 0
-    turn = 0
+    limit, turn = 0, 0
     while True:
-        excess = torch.bincount(work.group[unit], minlength=len(work.target)) - work.target
+        excess = torch.bincount(work.group[unit[alive]], minlength=len(work.target)) - work.target
         most = int(excess.max()) if len(excess) else 0
         if most <= 0:
-            return Clusters(owner, unit, turn)
+            number = torch.zeros_like(unit).scatter_(0, alive, torch.arange(len(alive), device=unit.device))
+            return Clusters(number[owner], unit[alive], turn)
         limit = limit or turn_limit(most, method.max_share, len(method.steps))
         if turn == limit:
             raise StageError(
                 f"{method.name} has {most} entries more than its budget after {turn} passes; this is a fault of the "
                 "stage, not of the input: please report it with the spec."
             )
-        rank = places(unit)[1]
+        where = unit[alive]
+        rank = places(where)[1]
         if turn:
-            label = unit * (len(unit) + 1) + rank // work.chunk[unit]
-        draw = scramble(method.seed, turn, work.stream[unit], rank) if method.partition == "random" else None
+            label = where * (len(unit) + 1) + rank // work.chunk[where]
+        draw = scramble(method.seed, turn, work.stream[where], rank) if method.partition == "random" else None
         sides = split_chunks(label, method.partition, draw)
-        likeness, partner = match(sums, counts, sides.sources, sides.targets, method)
+        sources = torch.where(sides.sources < 0, -1, alive[sides.sources])
+        targets = torch.where(sides.targets < 0, -1, alive[sides.targets])
+        likeness, partner = match(sums, counts, sources, targets, method)
         found = partner >= 0
-        source, target, likeness = sides.sources[found], partner[found], likeness[found]
+        source, target, likeness = sources[found], partner[found], likeness[found]
         group = work.group[unit[source]]
         cap = (torch.bincount(group, minlength=len(excess)) * method.max_share).ceil().long()
         if turn < len(method.steps):
@@ -94,12 +98,10 @@ def cluster(work: Work, method: SoftMatching) -> Clusters:
         chosen = highest(likeness, group, torch.minimum(excess.clamp_min(0), cap))
         source, target = source[chosen], target[chosen]
         sums.index_add_(0, target, sums[source])
-        counts = counts.index_add(0, target, counts[source])
-        into = torch.arange(len(unit), device=unit.device)
-        left = torch.ones_like(into, dtype=torch.bool)
-        into[source], left[source] = target, False
-        owner = (left.cumsum(0) - 1)[into[owner]]
-        sums, counts, unit = sums[left], counts[left], unit[left]
+        counts.index_add_(0, target, counts[source])
+        into = torch.arange(len(unit), device=unit.device).index_copy_(0, source, target)
+        owner = into[owner]
+        alive = alive[into[alive] == alive]
         turn += 1
 
 
