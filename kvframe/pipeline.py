@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvframe.budget import Lengths
+from kvframe.contracts import Untouched, check_encoded, check_plan_fields, check_states
 from kvframe.errors import StageError
 from kvframe.execute import check_plan, execute
 from kvframe.ragged import append_part
@@ -67,10 +68,12 @@ class Pipeline:
     def plan(self, observation: Observation, budget: Tensor) -> Plan:
         """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate. Raises StageError, naming
         the stage, if one returns what its contract forbids."""
-        spec = self.spec
+        spec, untouched = self.spec, Untouched(observation, budget=budget)
         segments = returned(spec.segmenter, spec.segmenter.segment(observation), Segments)
         check_shape(f"segmenter '{spec.segmenter.name}': Segments", "ids", segments.ids, tuple(observation.valid.shape))
+        untouched.check(spec.segmenter)
         scores = returned(spec.scorer, spec.scorer.score(observation, segments), Tensor)
+        untouched.check(spec.scorer)
         check_shape(f"scorer '{spec.scorer.name}'", "scores", scores, observation.shape)
         if scores.device != observation.valid.device:
             raise StageError(
@@ -83,7 +86,10 @@ class Pipeline:
                 f"scorer '{spec.scorer.name}' must return finite fp32 scores >= 0, but returned {scores.dtype} between "
                 f"{scores.min():.4g} and {scores.max():.4g}."
             )
+        untouched = Untouched(observation, budget=budget, scores=scores, segments=segments.ids)
         plan = returned(spec.allocator, spec.allocator.allocate(observation, segments, scores, budget), Plan)
+        untouched.check(spec.allocator)
+        check_plan_fields(plan, observation, f"allocator '{spec.allocator.name}'")
         body = observation.model.layers * observation.model.kv_heads * observation.body.sum(1)
         limit = body if spec.allocator.keeps_all else budget
         check_plan(plan, observation, limit, f"allocator '{spec.allocator.name}'")
@@ -100,10 +106,14 @@ class Pipeline:
         """Compress the observation's body; keep the tokens where `sinks` (bool `[B, T]`) is True exactly.
 
         `states` are the encoder's from an earlier run; None = fit on this observation and on `bound`, which `bind`
-        returned."""
+        returned. Raises StageError, naming the stage, if one returns what its contract forbids or writes into what it
+        was given."""
         plan = self.plan(observation, budget)
         encoder = self.spec.encoder
+        untouched = Untouched(observation)
         states = encoder.fit(observation, bound) if states is None else states
+        untouched.check(encoder)
+        check_states(states, observation, encoder)
         layers = []
         for index, layer in enumerate(observation.layers):
             parts: tuple[Part, ...] = ()
@@ -115,6 +125,7 @@ class Pipeline:
                 if not encoder.uses_positions:
                     entries = replace(entries, positions=None)
                 encoded = returned(encoder, encoder.encode(entries, states[index]), Encoded)
+                check_encoded(encoded, entries, encoder)
                 parts = append_part(parts, Part(encoded, encoder, states[index]))
             layers.append(parts)
         return Compressed(tuple(layers), plan, states)

@@ -16,6 +16,7 @@ from kvframe.errors import KvframeError
 from kvframe.execute import execute
 from kvframe.stages import Allocator, Encoder, Kernel, Stage
 from kvframe.testing import numerics
+from kvframe.testing.device import attend
 from kvframe.testing.prompt import PLAIN, Layout, Prompts
 from kvframe.testing.strategies import geometries, make_plan, make_scores, make_segments, prompts
 from kvframe.types import Encoded, Entries, LayerPlan, Needs, Observation, Part, Plan, Segments
@@ -172,7 +173,7 @@ def invoke(stage: Any, given: tuple[Any, ...], states: Sequence[Any] | None = No
     if stage.kind == "encoder":
         learned = fitted(stage, given[0]) if states is None else states
         return [coded(stage, entries, state) for entries, state in zip(given[1], learned, strict=True)]
-    return stage.attend(*given)
+    return attend(stage, *given)
 
 
 def coded(stage: Encoder, entries: Entries, state: Any) -> tuple[Encoded, Entries]:

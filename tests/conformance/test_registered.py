@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import kvframe
 from kvframe.registry import registry
 from kvframe.testing import parametrize_with_checks, variants
+from kvframe.testing.law import PROFILE
 
-STAGES = [stage for classes in registry().stages.values() for name in classes for stage in variants(classes[name])]
+FAMILIES = [variants(stage) for classes in registry().stages.values() for stage in classes.values()]
 PIPELINES = [kvframe.load(name) for name in sorted(registry().specs)]
+# A choice of one parameter is checked on fewer cases than the defaults, unless many were asked for.
+SHARE = 1.0 if os.environ.get(PROFILE) == "deep" else 0.3
 
 
-@parametrize_with_checks(STAGES)
+@parametrize_with_checks([family[0] for family in FAMILIES])
 def test_stage(stage, check):
     check(stage)
+
+
+@parametrize_with_checks([stage for family in FAMILIES for stage in family[1:]])
+def test_choice(stage, check):
+    check(stage, share=SHARE)
 
 
 @parametrize_with_checks(PIPELINES)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvframe.builtin.encoders import Dense
 from kvframe.errors import KvframeError
 from kvframe.ops import merge_attention, ragged_attention
+from kvframe.testing import device
 from kvframe.testing.case import Case, attended_part, cases_for, first_difference
 from kvframe.testing.checks.encoder import take
 from kvframe.testing.law import expect, law
@@ -51,7 +52,7 @@ def _huge(stage: Any) -> Any:
 def attend(stage: Any, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Attend; codes that the kernel refuses with a KvframeError are left out."""
     try:
-        out, lse = stage.attend(query, part, scale)
+        out, lse = device.attend(stage, query, part, scale)
     except KvframeError:
         assume(False)
         raise

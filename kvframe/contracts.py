@@ -1,0 +1,127 @@
+"""What a stage must hand back, and must leave alone, checked where its result enters the pipeline. The checks cost far
+less than the stages: they look at shapes and types, and at values only where a wrong one would go unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvframe.errors import StageError
+from kvframe.stages import Encoder, Stage
+from kvframe.types import Encoded, Entries, LayerPlan, Observation, Plan, check_shape
+
+WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class Untouched:
+    """Notices a stage that writes into what it was given."""
+
+    def __init__(self, observation: Observation, **more: Tensor) -> None:
+        self._tensors = dict(more)
+        for name in ("positions", "valid", "body", "surprisal", "suffix"):
+            self._add(name, getattr(observation, name))
+        for index, layer in enumerate(observation.layers):
+            for name in ("keys", "values", "queries", "head_outputs"):
+                self._add(f"layers[{index}].{name}", getattr(layer, name))
+        for depth, states in observation.hidden_states.items():
+            self._add(f"hidden_states[{depth}]", states)
+        self._writes = {name: writes(tensor) for name, tensor in self._tensors.items()}
+
+    def _add(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            self._tensors[name] = tensor
+
+    def check(self, stage: Stage) -> None:
+        """Raise StageError, naming the stage, if anything was written to since."""
+        for name, tensor in self._tensors.items():
+            if writes(tensor) != self._writes[name]:
+                raise StageError(
+                    f"{stage.kind} '{stage.name}' changes {name} in place, which other stages and the cache read too; "
+                    "work on a copy."
+                )
+
+
+def writes(tensor: Tensor) -> int:
+    """How often a tensor's storage was written to, as torch counts it; 0 in inference mode, where it does not."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_plan_fields(plan: Plan, observation: Observation, owner: str) -> None:
+    """Raise StageError unless each layer's tensors have the shapes, types and device that `execute` takes for granted.
+    Which tokens may go where is `check_plan`'s."""
+    _, batch, heads, tokens = observation.shape
+    for index, layer in enumerate(plan.layers):
+        where = f"{owner}: plan.layers[{index}]"
+        for name in ("assignment", "n_entries"):
+            tensor = getattr(layer, name)
+            if tensor.dtype not in WHOLE_NUMBERS:
+                raise StageError(f"{where}.{name} must hold whole numbers, but is {tensor.dtype}.")
+        check_shape(where, "assignment", layer.assignment, (batch, heads, tokens))
+        check_shape(where, "n_entries", layer.n_entries, (batch, heads))
+        for name, tensor in vars(layer).items():
+            if isinstance(tensor, Tensor) and tensor.device != observation.valid.device:
+                raise StageError(
+                    f"{where}.{name} is on {tensor.device}, but the observation is on {observation.valid.device}; make "
+                    "new tensors with device=observation.valid.device."
+                )
+        if bool((layer.assignment >= tokens).any()):
+            raise StageError(f"{where}.assignment holds {int(layer.assignment.max())}, but there are {tokens} tokens.")
+        _check_optional(layer, (batch, heads, tokens), where)
+
+
+def _check_optional(layer: LayerPlan, dense: tuple[int, ...], where: str) -> None:
+    entries = int(layer.n_entries.sum())
+    for name in ("key_weight", "value_weight"):
+        if (weight := getattr(layer, name)) is not None:
+            check_shape(where, name, weight, dense)
+            if not bool(weight[layer.assignment >= 0].isfinite().all()):
+                raise StageError(f"{where}.{name} must be finite where a token is assigned, but is not.")
+    for name in ("multiplicity", "positions"):
+        if (tensor := getattr(layer, name)) is not None:
+            check_shape(where, name, tensor, (entries,))
+    count = layer.multiplicity
+    # NaN compares as False, so it is found too.
+    if count is not None and not bool((count >= 1 - 1e-3).all()):
+        raise StageError(f"{where}.multiplicity must be at least 1, but is {float(count.min()):.4g} at its smallest.")
+
+
+def check_states(states: Sequence[Any], observation: Observation, encoder: Encoder) -> None:
+    """Raise StageError unless there is one state a layer."""
+    if len(states) != len(observation.layers):
+        wanted, found = len(observation.layers), len(states)
+        raise StageError(
+            f"encoder '{encoder.name}' must learn one state a layer, {wanted} in all, but fit returned {found}."
+        )
+
+
+def check_encoded(encoded: Encoded, entries: Entries, encoder: Encoder) -> None:
+    """Raise StageError unless the codes are those of as many rows a head, with what belongs to the rows."""
+    owner = f"encoder '{encoder.name}'"
+    if encoded.offsets.shape != entries.offsets.shape or not torch.equal(encoded.offsets, entries.offsets):
+        raise StageError(
+            f"{owner} must keep the number of rows of each head ({entries.offsets.diff().tolist()}), but its codes' "
+            f"offsets say {encoded.offsets.diff().tolist()}."
+        )
+    if encoded.dtype != entries.keys.dtype:
+        raise StageError(f"{owner} must decode to {entries.keys.dtype}, but its codes say {encoded.dtype}.")
+    for name in ("log_multiplicity", "positions"):
+        given, kept = getattr(entries, name), getattr(encoded, name)
+        if (given is None) != (kept is None):
+            raise StageError(
+                f"{owner} must carry {name} as it came, but {'made it up' if given is None else 'lost it'}."
+            )
+        if given is not None:
+            check_shape(owner, name, kept, tuple(given.shape))
+    for name, codes in encoded.codes.items():
+        if codes.device != entries.keys.device:
+            raise StageError(
+                f"{owner}: code '{name}' is on {codes.device}, but the entries are on {entries.keys.device}."
+            )
+        if codes.is_floating_point() and not bool(codes.isfinite().all()):
+            raise StageError(
+                f"{owner}: code '{name}' holds infinities or NaN; if the keys and values do not, scale them before "
+                f"rounding to {codes.dtype}."
+            )
