@@ -1,18 +1,22 @@
 """Quality of encoders at a number of bits: KL to the full cache on continued text, top-1 agreement, and needles, for
-any list of specs with values set in them. All are measured on the same examples, each prompt being read once for all.
+any list of specs with values set in them.
 
     python benchmarks/codec_quality.py --text BOOK.txt --limit 12 --bits 4,3,2.5,2 --run aatc --run aatc-paper
     python benchmarks/codec_quality.py --text BOOK.txt --run "aatc encoder.key_shift=0" --run "kivi encoder.bits=2"
 
 A run is a spec's name and what is set in it. `--bits` makes one row for each number of bits from every run whose
-encoder has `key_bits` and `value_bits`. Bits a value are what the encoder declares, scales and positions included (the
-conformance kit holds that against the bytes held); errors are standard errors over the examples' means."""
+encoder has `key_bits` and `value_bits` (unless the run sets them). Each prompt is read once; the exact cache and every
+compressed one then predict the same tokens, fed in one piece: the text's next 64, or the full cache's own greedy answer
+about a needle. A needle is found if every token of an answer that is right is what the compressed cache finds most
+likely. Bits a value are what the encoder declares, scales and positions included (the conformance kit holds that
+against the bytes held); errors are standard errors over the examples' means. Times are not measured."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -21,15 +25,15 @@ import torch
 import yaml
 
 import kvframe
-from kvframe.eval.compare import Comparison, Settings, compare, open_results
-from kvframe.eval.contenders import Contender
+from kvframe.eval.fidelity import kl_divergence, top1_agreement
+from kvframe.eval.tasks import Example, Source, make_tasks
 from kvframe.eval.text import embedded_text, read_text
-from kvframe.hf import load_model, model_info
+from kvframe.hf import Prefill, load_model, model_info
 
 
-def contenders(runs: list[str], bits: list[float]) -> list[Contender]:
-    """One contender for each run and number of bits."""
-    made = []
+def pipelines(runs: list[str], bits: list[float]) -> dict[str, kvframe.Pipeline]:
+    """One pipeline for each run and number of bits, by the label it is shown with."""
+    made = {}
     for run in runs:
         name, *settings = run.split()
         overrides = {key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in settings)}
@@ -37,60 +41,92 @@ def contenders(runs: list[str], bits: list[float]) -> list[Contender]:
         if bits and hasattr(encoder, "key_bits") and not any("_bits" in key for key in overrides):
             for width in bits:
                 both = {"encoder.key_bits": width, "encoder.value_bits": width}
-                made.append(Contender(f"{run} @{width:g}", kvframe.load(name, {**overrides, **both})))
+                made[f"{run} @{width:g}"] = kvframe.load(name, {**overrides, **both})
         else:
-            made.append(Contender(run, kvframe.load(name, overrides)))
+            made[run] = kvframe.load(name, overrides)
     return made
 
 
-def rows(comparison: Comparison, info: Any) -> list[dict[str, Any]]:
-    """What is printed: one row a contender."""
+def feed(model: Any, cache: Any, ids: list[int]) -> torch.Tensor:
+    """The logits `[Q, V]` of all fed tokens."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), cache=cache, use_cache=True).logits[0].float()
+
+
+def answer_of(model: Any, tokenizer: Any, prefill: Prefill, example: Example) -> list[int]:
+    """The full cache's own greedy answer."""
+    cache, token, found = prefill.fork(), example.prompt.ids[-1], []
+    while len(found) < example.new_tokens:
+        token = int(feed(model, cache, [token])[-1].argmax())
+        if token == tokenizer.eos_token_id:
+            break
+        found.append(token)
+    return found
+
+
+def measure(model: Any, tokenizer: Any, example: Example, listed: dict[str, Any], seen: dict[str, list[Any]]) -> None:
+    """Add one example's figures to `seen`, by label."""
+    prompt = example.prompt
+    prefill = Prefill(model, listed.values())
+    with torch.no_grad():
+        model(torch.tensor([prompt.ids[:-1]]), cache=prefill, use_cache=True, logits_to_keep=1)
+    targets = list(example.targets) or answer_of(model, tokenizer, prefill, example)
+    fed = [prompt.ids[-1], *targets[:-1]]
+    reference = feed(model, prefill.fork(), fed)
+    right = bool(example.answer) and example.answer in tokenizer.decode(targets)
+    for label, pipeline in listed.items():
+        cache = prefill.fork(pipeline, prompt.prefix_length, prompt.suffix_length - 1)
+        cache.compress()
+        held = cache.report()
+        logits = feed(model, cache, fed)
+        same = top1_agreement(reference, logits)
+        record = {"kl": float(kl_divergence(reference, logits).mean()), "top1": float(same.float().mean())}
+        record |= {"byte_ratio": held.byte_ratio, "compress_seconds": held.compress_seconds}
+        if example.answer:
+            record |= {"full_finds_it": right, "hit": right and bool(same.all())}
+        seen[label].append({"task": example.task, **record})
+
+
+def rows(listed: dict[str, Any], seen: dict[str, list[Any]], info: Any) -> list[dict[str, Any]]:
+    """What is printed: one row a pipeline."""
     found = []
-    for contender in comparison.contenders:
-        text = comparison.of(contender.fingerprint, "continuation")
-        needles = [r for task in ("niah", "multikey", "words") for r in comparison.of(contender.fingerprint, task)]
+    for label, pipeline in listed.items():
+        text = [r for r in seen[label] if r["task"] == "continuation"]
+        asked = [r for r in seen[label] if r.get("full_finds_it")]
         kl = [r["kl"] for r in text]
-        spec = contender.pipeline.spec
         found.append(
             {
-                "run": contender.label,
-                "bits": spec.encoder.bits_per_entry(info, 2) / (2 * info.head_dim),
+                "run": label,
+                "bits": pipeline.spec.encoder.bits_per_entry(info, 2) / (2 * info.head_dim),
                 "kl": fmean(kl) if kl else None,
                 "kl_error": stdev(kl) / len(kl) ** 0.5 if len(kl) > 1 else None,
                 "kl_median": median(kl) if kl else None,
                 "top1": 100 * fmean(r["top1"] for r in text) if text else None,
-                "needles": f"{sum(bool(r['hit']) for r in needles)}/{len(needles)}" if needles else "-",
-                "needle_kl": fmean(r["kl"] for r in needles) if needles else None,
-                "byte_ratio": fmean(r["byte_ratio"] for r in text) if text else None,
-                "compress_percent": median(100 * r["compress_ms"] / r["prefill_ms"] for r in text) if text else None,
-                "failed": comparison.failures.get(contender.fingerprint, ""),
+                "needles": f"{sum(r['hit'] for r in asked)}/{len(asked)}" if asked else "-",
+                "needle_kl": fmean(r["kl"] for r in asked) if asked else None,
             }
         )
     return found
 
 
+COLUMNS = {
+    "bits": ("bits a value", ".3f"),
+    "kl": ("KL", ".4f"),
+    "kl_error": ("+-", ".4f"),
+    "kl_median": ("median", ".4f"),
+    "top1": ("top-1 %", ".1f"),
+    "needles": ("needles", ""),
+    "needle_kl": ("their KL", ".4f"),
+}
+
+
 def show(table: list[dict[str, Any]]) -> None:
     """Print the rows as Markdown."""
-
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    print("| run | bits a value | KL | +- | median | top-1 % | needles | needle KL | bytes | compress % |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| run | {' | '.join(title for title, _ in COLUMNS.values())} |")
+    print("|" + "---|" * (len(COLUMNS) + 1))
     for row in table:
-        cells = (
-            row["run"] + (f" FAILED: {row['failed']}" if row["failed"] else ""),
-            number(row["bits"], ".3f"),
-            number(row["kl"], ".4f"),
-            number(row["kl_error"], ".4f"),
-            number(row["kl_median"], ".4f"),
-            number(row["top1"], ".1f"),
-            row["needles"],
-            number(row["needle_kl"], ".4f"),
-            number(row["byte_ratio"], ".2f"),
-            number(row["compress_percent"], ".1f"),
-        )
-        print(f"| {' | '.join(cells)} |")
+        cells = ("-" if row[key] is None else format(row[key], form) for key, (_, form) in COLUMNS.items())
+        print(f"| {row['run']} | {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -101,7 +137,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="text of the contexts; default: the Python language reference")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tasks", default="continuation")
-    parser.add_argument("--tokens", type=int, default=959)
+    parser.add_argument("--tokens", type=int, default=960, help="tokens of a prompt; the last is fed uncompressed")
     parser.add_argument("--limit", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -109,19 +145,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = load_model(args.model)
-    bits = [float(b) for b in args.bits.split(",") if b]
-    settings = Settings(args.model, tuple(args.tasks.split(",")), args.tokens, args.limit, args.seed)
+    listed = pipelines(args.run, [float(b) for b in args.bits.split(",") if b])
     text = embedded_text() if args.text is None else read_text(args.text)
-    listed = contenders(args.run, bits)
-
-    def listen(done: int, total: int, what: str) -> None:
-        print(f"\r{done}/{total} {what:70.70}", end="", flush=True)
-
-    comparison = compare(model, tokenizer, listed, settings, text, open_results(args.out), listen)
-    print("\r" + " " * 90 + "\r", end="")
-    table = rows(comparison, model_info(model))
-    show(table)
-    (args.out / "codec_quality.json").write_text(json.dumps(table, indent=1))
+    tasks = make_tasks(args.tasks.split(","), Source(tokenizer, text, args.tokens, args.seed))
+    seen: dict[str, list[Any]] = defaultdict(list)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for task, index in ((task, index) for task in tasks for index in range(args.limit)):
+        measure(model, tokenizer, task.example(index), listed, seen)
+        (args.out / "codec_quality.json").write_text(json.dumps(seen, indent=1))
+        print(f"{task.name} {index + 1}/{args.limit}", flush=True)
+    show(rows(listed, seen, model_info(model)))
     print(f"\n{args.limit} examples of {args.tokens} tokens a task, seed {args.seed}, {platform.machine()}, fp32")
 
 

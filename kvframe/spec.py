@@ -185,7 +185,9 @@ def _explain(error: dict[str, Any], data: Any, origin: str, places: Mapping[Any,
     path = _path_in(error["loc"], data)
     dotted = ".".join(map(str, path))
     given, kind, stages = error["input"], error["type"], registry().stages
-    misnamed = kind in ("union_tag_invalid", "literal_error") and bool(path) and path[0] in stages
+    # Of a stage that is the only one of its kind, the name is a literal; so may other fields be.
+    of_name = kind == "union_tag_invalid" or (kind == "literal_error" and path[1:] in ((), ("name",)))
+    misnamed = of_name and bool(path) and path[0] in stages
     message = error["msg"].removeprefix("Value error, ")
     # What does not fit together is said of the whole spec, but the sentence begins with the stage to change.
     clash = message.partition(" ")[0]

@@ -123,7 +123,8 @@ class Encoder(Stage):
 
     @abstractmethod
     def encode(self, entries: Entries, state: Any) -> Encoded:
-        """Return the codes of one layer's entries."""
+        """Return the codes of one layer's entries. Multiplicities are carried as they come; so are positions, unless
+        they are held among the codes, from which `decode` gives them back."""
 
     @abstractmethod
     def decode(self, encoded: Encoded, state: Any) -> Entries:

@@ -14,14 +14,11 @@ from kvframe.errors import StageError
 def water_level(importance: Tensor, budget: float) -> tuple[Tensor, float]:
     """The relaxed solution: widths `max(0, log2(importance / level) / 2)`, fp64, that add up to `budget` bits, and the
     level. All channels with bits have the same weighted distortion, the level itself."""
-    sorted_log = importance.double().clamp_min(torch.finfo(torch.float64).tiny).log2().sort(descending=True).values
-    count = torch.arange(1, len(sorted_log) + 1, dtype=torch.float64)
-    # With the k largest channels active, their widths sum to the budget at this level.
-    levels = (sorted_log.cumsum(0) - 2 * budget) / count
-    active = int((sorted_log > levels).nonzero().max()) if budget > 0 else 0
-    level = float(levels[active]) if budget > 0 else float(sorted_log[0])
-    widths = ((importance.double().clamp_min(torch.finfo(torch.float64).tiny).log2() - level) / 2).clamp_min(0)
-    return widths, 2.0**level
+    logs = importance.double().clamp_min(torch.finfo(torch.float64).tiny).log2()
+    count = torch.arange(1, len(logs) + 1, dtype=torch.float64)
+    # Level at which the k largest channels alone spend the budget; with too few or too many of them it is lower.
+    level = float(((logs.sort(descending=True).values.cumsum(0) - 2 * budget) / count).max())
+    return ((logs - level) / 2).clamp_min(0), 2.0**level
 
 
 def high_rate(max_width: int) -> Tensor:

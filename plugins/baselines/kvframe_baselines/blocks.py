@@ -24,7 +24,7 @@ def pack_rows(codes: Tensor, bits: int, runs: bitpack.Runs) -> Tensor:
 
 def unpack_rows(words: Tensor, bits: int, runs: bitpack.Runs) -> Tensor:
     """Codes `[N, D]`, uint8."""
-    return runs.trim(bitpack.unpack(words, bits)).T
+    return runs.trim(bitpack.unpack(words, bits)).T.contiguous()
 
 
 def join_rows(
