@@ -97,7 +97,7 @@ def test_core_works_without_plugins():
     assert run(code, KVFRAME_DISABLE_PLUGINS=names) == "1 int8"
 
 
-@pytest.mark.parametrize("module", ["kvframe", "kvframe.ops", "kvframe.hf", "kvframe.eval"])
+@pytest.mark.parametrize("module", ["kvframe", "kvframe.ops", "kvframe.hf", "kvframe.eval", "kvframe.testing"])
 def test_the_public_names_exist(module):
     import importlib
 

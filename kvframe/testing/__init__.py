@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from kvframe.testing.instances import variants
     from kvframe.testing.law import ConformanceError, Law
     from kvframe.testing.prompt import Geometry, Prompts
-    from kvframe.testing.runner import CheckResult, check_spec, check_stage, laws_of, parametrize_with_checks
+    from kvframe.testing.runner import (
+        CheckResult,
+        check_spec,
+        check_stage,
+        iter_checks,
+        laws_of,
+        parametrize_with_checks,
+    )
     from kvframe.testing.strategies import (
         entries,
         geometries,
@@ -38,6 +45,7 @@ __all__ = [
     "check_stage",
     "entries",
     "geometries",
+    "iter_checks",
     "laws_of",
     "observations",
     "parametrize_with_checks",
@@ -52,7 +60,9 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(["ConformanceError", "Law"], "law"),
     **dict.fromkeys(["Geometry", "Prompts"], "prompt"),
-    **dict.fromkeys(["CheckResult", "check_spec", "check_stage", "laws_of", "parametrize_with_checks"], "runner"),
+    **dict.fromkeys(
+        ["CheckResult", "check_spec", "check_stage", "iter_checks", "laws_of", "parametrize_with_checks"], "runner"
+    ),
     "variants": "instances",
 }
 
