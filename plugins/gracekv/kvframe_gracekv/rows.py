@@ -34,23 +34,15 @@ class Row:
 
 
 def rows(observation: Observation, question: int, sequence: int) -> Iterator[Row]:
-    """Yield the rows; the probes are those among the tokens whose queries were observed."""
-    observed = min((len_or_none(layer.queries) for layer in observation.layers), default=0)
-    tokens = observation.shape[-1]
+    """Yield the rows."""
     for index in range(observation.shape[1]):
         valid = observation.valid[index].nonzero()[:, 0]
         suffix = None if observation.suffix is None else observation.suffix[index]
         asked = suffix is not None and bool(suffix.any())
-        candidates = valid[-(question + sequence) :] if question + sequence else valid[:0]
+        probes = valid[-(question + sequence) :] if question + sequence else valid[:0]
         if asked and suffix is not None:
-            candidates = candidates[suffix[candidates] | (candidates >= first_of_last(valid, sequence))]
-        candidates = candidates[candidates >= tokens - observed]
-        yield Row(index, valid, observation.body[index].nonzero()[:, 0], candidates, asked)
-
-
-def len_or_none(queries: Tensor | None) -> int:
-    """Tokens whose queries were observed."""
-    return 0 if queries is None else queries.shape[2]
+            probes = probes[suffix[probes] | (probes >= first_of_last(valid, sequence))]
+        yield Row(index, valid, observation.body[index].nonzero()[:, 0], probes, asked)
 
 
 def first_of_last(valid: Tensor, count: int) -> int:
@@ -69,20 +61,29 @@ def check_consecutive(observation: Observation, row: Row, owner: str) -> None:
         )
 
 
-def queries_at(observation: Observation, layer: int, row: Row, columns: Tensor, owner: str) -> Tensor:
-    """Return fp32 `[Hq, P, D]`, the queries of one layer at these columns. Raises StageError if there are none."""
+def observed(columns: Tensor, seen: Tensor, tokens: int) -> Tensor:
+    """The `columns` of all `tokens` that `seen [B, Hq, Tq, D]` holds, which are those of the last Tq tokens. Later
+    turns of a conversation see the queries of their own tokens only."""
+    return columns[columns >= tokens - seen.shape[2]]
+
+
+def queries_at(observation: Observation, layer: int, row: Row, columns: Tensor, owner: str) -> tuple[Tensor, Tensor]:
+    """Return fp32 `[Hq, P, D]`, the queries of one layer at those of the columns that were observed, and these columns.
+    Raises StageError if there are none."""
     queries = observation.layers[layer].queries
-    if queries is None:
+    tokens = observation.shape[-1]
+    columns = columns if queries is None else observed(columns, queries, tokens)
+    if queries is None or not len(columns):
         raise StageError(
             f"'{owner}' needs the queries of the prompt, but the observation has none; capture what it `needs`."
         )
-    return queries[row.index][:, columns - (observation.shape[-1] - queries.shape[2])].float()
+    return queries[row.index][:, columns - (tokens - queries.shape[2])].float(), columns
 
 
 def attention_at(observation: Observation, layer: int, row: Row, columns: Tensor, owner: str) -> Tensor:
-    """Return fp32 `[Hq, P, n]`: the causal softmax of the queries at `columns [P]` over the row's valid tokens."""
+    """Return fp32 `[Hq, P, n]`: the causal softmax of the observed queries at `columns` over the row's valid tokens."""
     model = observation.model
-    queries = queries_at(observation, layer, row, columns, owner)
+    queries, columns = queries_at(observation, layer, row, columns, owner)
     keys = observation.layers[layer].keys[row.index][:, row.valid].float()  # [H, n, D]
     packed = queries.reshape(model.kv_heads, -1, model.head_dim) * model.scale  # [H, G*P, D]
     logits = (packed @ keys.mT).view(model.query_heads, len(columns), len(row.valid))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvframe.errors import StageError
 from kvframe.types import Observation
-from kvframe_gracekv.rows import Row
+from kvframe_gracekv.rows import Row, observed
 
 Sensitivity = Literal["static_input", "static", "none"]
 
@@ -23,7 +23,7 @@ def head_sensitivity(observation: Observation, row: Row, kind: Sensitivity, owne
 
     `kind`: "static_input" (the paper's), "static" (w_static alone), "none" (1 everywhere). Source: GraceKV, value flow,
     head sensitivity. Raises StageError if the outputs of the heads were not observed."""
-    model, device = observation.model, observation.valid.device
+    model, device, tokens = observation.model, observation.valid.device, observation.shape[-1]
     if kind == "none":
         return torch.ones(model.layers, model.kv_heads, device=device)
     omega = []
@@ -38,8 +38,7 @@ def head_sensitivity(observation: Observation, row: Row, kind: Sensitivity, owne
                 f"'{owner}' needs the outputs of the heads, but the observation has none; capture what it `needs`, or "
                 "set sensitivity: static."
             )
-        columns = row.probes - (observation.shape[-1] - layer.head_outputs.shape[2])
-        columns = columns[columns >= 0]
+        columns = observed(row.probes, layer.head_outputs, tokens) - (tokens - layer.head_outputs.shape[2])
         outputs = layer.head_outputs[row.index][:, columns].float()  # [Hq, P, D]
         outputs = outputs.unflatten(0, (model.kv_heads, -1)).transpose(1, 2).flatten(2)  # [H, P, G*D]
         written = (outputs @ weight.flatten(1, 2)).norm(dim=-1)  # [H, P]

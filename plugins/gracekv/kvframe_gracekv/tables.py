@@ -29,11 +29,10 @@ def layer_tables(
 
     Each probe stands for one query head of a KV head's group, taken in turn."""
     model = observation.model
-    columns = row.probes[-probes:]
-    head = torch.arange(len(columns), device=columns.device) % model.group  # [P]
-    probe = torch.arange(len(columns), device=columns.device)
     for layer, seen in enumerate(observation.layers):
-        queries = queries_at(observation, layer, row, columns, owner)
+        queries, columns = queries_at(observation, layer, row, row.probes[-probes:], owner)  # [Hq, P, D]
+        probe = torch.arange(len(columns), device=columns.device)
+        head = probe % model.group
         queries = queries.unflatten(0, (model.kv_heads, model.group))[:, head, probe]  # [H, P, D]
         keys, values = (x[row.index][:, row.body] for x in (seen.keys, seen.values))
         yield layer, interval_distortion(

@@ -100,8 +100,11 @@ class ValueFlow(Scorer):
         layers = sorted({min(int(depth * model.layers), model.layers - 1) for depth in self.graph_depths})
         total, mass = torch.zeros_like(consensus), consensus
         spent = torch.zeros_like(consensus, dtype=torch.bool)
+        queries = observation.layers[0].queries
+        # Only tokens whose queries were observed can pass value on.
+        asks = spent if queries is None else row.body >= observation.shape[-1] - queries.shape[2]
         for hop in range(self.hops):
-            chosen = self._seeds(mass)  # [S], indices into the body
+            chosen = self._seeds(mass.masked_fill(~asks, 0))  # [S], indices into the body
             if not len(chosen):
                 break
             weight = normalised(mass[chosen] if self.seed_weights == "mass" else torch.ones_like(mass[chosen]))
@@ -120,7 +123,8 @@ class ValueFlow(Scorer):
         """The tokens of highest mass, until they hold `seed_mass` of it or are `seeds`."""
         share, order = normalised(mass).sort(descending=True, stable=True)
         before = share.cumsum(0) - share
-        count = int(((before < self.seed_mass) & (share > 0)).sum())
+        # Where there is no mass, `share` is even, but nothing is a seed.
+        count = int(((before < self.seed_mass) & (mass[order] > 0)).sum())
         return order[: min(count, self.seeds)]
 
 
