@@ -140,7 +140,7 @@ class SoftMatching(Allocator):
         place = free.flatten().nonzero().squeeze(1)  # [M], sorted by unit, then column
         unit, column = place // tokens, place % tokens
         row = unit // heads % batch
-        keys = torch.cat([self._keys(observation, index, free[i]) for i, index in enumerate(layers)])
+        keys = self._keys(observation, layers, free)
         first = int(group.min()) if group.numel() else 0
         group = (group - first).flatten()
         total = targets.total[first : first + int(group.max()) + 1] if len(group) else targets.total
@@ -160,23 +160,27 @@ class SoftMatching(Allocator):
         clusters = cluster(work, self)
         return plan_layers(self, observation, clusters, place, single, keys)
 
-    def _keys(self, observation: Observation, index: int, free: Tensor) -> Tensor:
-        """The keys `[m, D]` of one layer where `free` bool `[B, H, T]` is True, fp32 (fp64 if they are)."""
-        layer = observation.layers[index]
-        keys = layer.keys
-        if self.rope == "pre":
-            keys = observation.model.rope.unrotate(keys, observation.positions[:, None])
-        rows = keys[free]
-        rows = rows if rows.dtype == torch.float64 else rows.float()
-        # One sum tells at once that all is well.
-        if not bool(rows.sum().isfinite()) and not bool((finite := rows.isfinite().all(-1)).all()):
-            where = free.nonzero()[int((~finite).nonzero()[0])].tolist()
-            raise InputError(
-                f"The keys of layer {observation.model.layer_ids[index]} are not finite (row {where[0]}, KV head "
-                f"{where[1]}, column {where[2]}), so they cannot be clustered; the model overflows: load it in "
-                "bfloat16 or float32."
-            )
-        return rows
+    def _keys(self, observation: Observation, layers: range, free: Tensor) -> Tensor:
+        """The keys `[M, D]` of the layers where `free` bool `[l, B, H, T]` is True, fp32 (fp64 if they are)."""
+        model = observation.model
+        some = observation.layers[layers.start].keys
+        dtype = some.dtype if some.dtype == torch.float64 else torch.float32
+        counts = free.sum((1, 2, 3)).tolist()
+        out = some.new_empty(sum(counts), model.head_dim, dtype=dtype)
+        for index, mask, rows in zip(layers, free, out.split(counts), strict=True):
+            keys = observation.layers[index].keys
+            if self.rope == "pre":
+                keys = model.rope.unrotate(keys, observation.positions[:, None])
+            at = mask.flatten().nonzero().squeeze(1)
+            torch.index_select(keys.to(dtype).reshape(-1, model.head_dim), 0, at, out=rows)
+            # One sum tells at once that all is well.
+            if not bool(rows.sum().isfinite()) and not bool((finite := rows.isfinite().all(-1)).all()):
+                row, head, column = mask.nonzero()[int((~finite).nonzero()[0])].tolist()
+                raise InputError(
+                    f"The keys of layer {model.layer_ids[index]} are not finite (row {row}, KV head {head}, column "
+                    f"{column}), so they cannot be clustered; the model overflows: load it in bfloat16 or float32."
+                )
+        return out
 
 
 def longest_segment(body: Tensor, segments: Segments) -> Tensor:
