@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvframe.ops.interval_distortion.tables import EPS, LOGIT_LIMIT, IntervalTables
+from kvframe.ops.interval_distortion.tables import EPS, LEAST_MASS, LOGIT_LIMIT, IntervalTables
 from kvframe.rope import Rope
 
-# Numbers in one working array. About ten arrays are alive: on a CPU they should stay in the cache.
+# Numbers in one working array. About ten arrays are alive: on a CPU they should stay near.
 CPU_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 24
 _ROWS = 64  # rows of a Gram matrix formed at a time
 
@@ -66,8 +66,7 @@ def _fill(
     """One chunk of units. All sums grow by adding a token, never by taking differences of prefix sums: beside a token
     that draws nearly all attention, these would lose every digit."""
     keys, values, probes, weights = inputs
-    units, tokens, _ = keys.shape
-    longest, n_probes = distortion.shape[1], probes.shape[1]
+    tokens, longest = keys.shape[1], distortion.shape[1]
     probes = probes * scale
     logits = probes @ keys.mT  # [U, P, N]
     total = logits.logsumexp(-1, keepdim=True)
@@ -82,11 +81,11 @@ def _fill(
     # A merged key is the mean of R(p - t) k_t, so its logit is the mean of (R(t - p) q) . k_t: only `longest` different
     # rotations of the probes occur, and no merged key need be formed.
     shifts = torch.arange(-((longest - 1) // 2), longest // 2 + 1, device=keys.device)  # t - p
-    turned = Rope(rope.inv_freq).rotate(probes[:, None], shifts[:, None]).flatten(1, 2)  # [U, shifts*P, D]
-    shifted = (turned @ keys.mT).view(units, len(shifts), n_probes, tokens)
+    turned = Rope(rope.inv_freq).rotate(probes[:, None], shifts[:, None]).flatten(1, 2)  # [U, shifts * P, D]
+    shifted = (turned @ keys.mT).unflatten(1, (len(shifts), -1))  # [U, shifts, P, N]
     zero_shift = (longest - 1) // 2
-    # Sums of shifted logits by the position p of the merged key, for odd and for even lengths.
-    by_centre = [shifted[:, zero_shift].clone(), torch.zeros_like(share)]
+    # Sums of shifted logits by the middle position p, for odd and for even lengths.
+    by_centre = [logits.clone(), torch.zeros_like(share)]
 
     norms = plain.norm(dim=-1)
     # Per unit, by start: sums over the interval, and over its pairs of tokens.
@@ -101,7 +100,7 @@ def _fill(
     own = share * diagonal
     square, with_weighted, with_plain = share * own, weights[:, None] * own, own
     cross = torch.zeros_like(share)  # by end b: sum over the interval before b of share_t v_t . v_b
-    double = 2 * share
+    double, minus_total, total_mass = 2 * share, -total, mass_out.clone()
     for length in range(2, longest + 1):
         reach, n = length - 1, tokens - length + 1
         # Token b = a + reach joins [a, b); `reach` tokens stand before it.
@@ -113,6 +112,7 @@ def _fill(
         cross[..., new].addcmul_(share[..., old], gram[:, None])
         w_new, crossing, share_new = weights[:, new], cross[..., new], share[..., new]
         mass[..., old] += share_new
+        total_mass[:, old] += mass_out[:, new]
         square[..., old].addcmul_(double[..., new], crossing).addcmul_(share_new, share_new * gram0)
         with_weighted[..., old].addcmul_(crossing, w_new[:, None])
         with_weighted[..., old].addcmul_(share_new, (weight_cross[:, new] + w_new * gram0[:, 0])[:, None])
@@ -123,9 +123,8 @@ def _fill(
         key_square[:, old] += 2 * key_cross[:, new] + key_gram[:, 0, new]
         norm_sum[:, old] += norms[:, new]
         weight_sum[:, old] += w_new
-        sums = by_centre[length % 2 == 0]
         left = (length - 1) // 2
-        centre = slice(left, left + n)
+        sums, centre = by_centre[length % 2 == 0], slice(left, left + n)
         sums[..., centre] += shifted[:, zero_shift + length // 2, :, new]
         sums[..., centre] += shifted[:, zero_shift - left, :, old]
 
@@ -134,21 +133,21 @@ def _fill(
             multiplicity[:, reach, old] = (length * coherence).clamp(1, length)
         else:
             multiplicity[:, reach, old] = length
-        ours = sums[..., centre] / length
-        ours.sub_(total).clamp_(max=LOGIT_LIMIT).exp_().mul_(multiplicity[:, reach, None, old])
-        # The merged value is (sum w v + share_of_base sum v) / norm; with all weights 0 it is the plain mean.
+        ours = torch.add(minus_total, sums[..., centre], alpha=1 / length)
+        ours.clamp_(max=LOGIT_LIMIT).exp_().mul_(multiplicity[:, reach, None, old])
+        # The merged value is (sum w v + lift * sum v) / norm; with all weights 0 it is the plain mean.
         blank = weight_sum[:, old] * (1 + base) <= EPS
         norm = torch.where(blank, 1.0 * length, weight_sum[:, old] * (1 + base))
         lift = torch.where(blank, 1.0, base * weight_sum[:, old] / length)
-        moment = torch.addcmul(with_weighted[..., old], with_plain[..., old], lift[:, None])
         value_square = (ww[:, old] + lift * (2 * w1[:, old] + lift * one[:, old])).clamp_min(0) / norm.square()
-        here, here_square = mass[..., old], square[..., old].clamp_min(0)
-        of_moment = moment.mul_(ours).mul_((-2 / norm)[:, None]).add_(here_square)
-        of_moment.addcmul_(ours * ours, value_square[:, None]).clamp_min_(0)
-        of_moment.mul_(here).div_(here_square.add_(EPS))
-        of_mass = (here - ours).square_().mul_(here).div_((here * here).add_(EPS))
-        lost = of_moment.mul_(1 - mass_share).add_(of_mass, alpha=mass_share)
-        distortion[:, reach, old] = lost.mean(1)
+        here = mass[..., old]
+        # Z |M - M'|^2 / |M|^2 = Z + Z (Z'^2 |v'|^2 - 2 Z' M.v') / |M|^2
+        rest = with_weighted[..., old] * (-2 / norm)[:, None]
+        rest.addcmul_(with_plain[..., old], (-2 * lift / norm)[:, None]).addcmul_(ours, value_square[:, None])
+        rest.mul_(ours).mul_(here).div_(square[..., old].clamp_min(EPS))
+        of_mass = ours.sub_(here).square_().div_(here.clamp_min(LEAST_MASS))
+        of_moment = (total_mass[:, old] + rest.mean(1)).clamp_min(0)
+        distortion[:, reach, old] = torch.lerp(of_moment, of_mass.mean(1), mass_share)
 
 
 def gram_band(rows: Tensor, longest: int) -> Tensor:

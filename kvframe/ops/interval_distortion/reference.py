@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvframe.ops.interval_distortion.tables import EPS, LOGIT_LIMIT, IntervalTables
+from kvframe.ops.interval_distortion.tables import EPS, LEAST_MASS, LOGIT_LIMIT, IntervalTables
 from kvframe.rope import Rope
 
 
@@ -55,8 +55,8 @@ def interval_distortion(
             logit = ((probes @ key[..., None])[..., 0] * scale - total[..., 0]).clamp_max(LOGIT_LIMIT)
             mass_ours = logit.exp() * multiplicity[:, length - 1, begin, None]
             moment_ours = mass_ours[..., None] * value[:, None]
-            of_mass = (mass - mass_ours).square() / (mass.square() + EPS)
-            of_moment = (moment - moment_ours).square().sum(-1) / (moment.square().sum(-1) + EPS)
-            lost = mass * (mass_share * of_mass + (1 - mass_share) * of_moment)
+            of_mass = (mass - mass_ours).square() / mass.clamp_min(LEAST_MASS)
+            of_moment = mass * (moment - moment_ours).square().sum(-1) / moment.square().sum(-1).clamp_min(EPS)
+            lost = mass_share * of_mass + (1 - mass_share) * of_moment
             distortion[:, length - 1, begin] = lost.mean(-1)
     return IntervalTables(distortion, multiplicity, share.mean(1))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Keeps ratios finite where a probe gives an interval no mass at all; masses are shares of 1, so it is far below any.
-EPS = 1e-30
-# A merged key may win more attention than the whole region has; e^20 times as much is as wrong as anything can be.
-LOGIT_LIMIT = 20.0
+# Least mass, and its square, that an error is held against: masses are shares of 1, so far below any that counts.
+LEAST_MASS, EPS = 1e-15, 1e-30
+# A merged key may win more attention than the whole region has; e^10 times as much is as wrong as anything can be.
+LOGIT_LIMIT = 10.0
 
 
 @dataclass(frozen=True, eq=False)

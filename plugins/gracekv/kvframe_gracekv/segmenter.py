@@ -51,7 +51,9 @@ class Curvature(Segmenter):
     longest: int = Field(128, ge=1, description="Tokens in a slot at most.")
     dispersion_weight: float = Field(0.25, ge=0, description="Weight of the dispersion inside a slot.")
     length_weight: float = Field(0.1, ge=0, description="Weight of the squared relative distance from that length.")
-    cut_cost: float = Field(1.0, description="What a cut must earn, in robust standard deviations.")
+    cut_cost: float = Field(
+        1.0, allow_inf_nan=False, description="What a cut must earn, in robust standard deviations."
+    )
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Curvature:

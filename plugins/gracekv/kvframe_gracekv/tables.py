@@ -12,6 +12,9 @@ from kvframe.ops import IntervalTables, interval_distortion
 from kvframe.types import Observation
 from kvframe_gracekv.rows import Row, queries_at
 
+# Numbers of one working array, probes times tokens: enough to outweigh the cost of a call.
+_GROUP = 1 << 17
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -28,14 +31,33 @@ def layer_tables(
     """Yield `(layer, tables)` over the body's tokens, the units being the layer's KV heads. `scores [L, H, N]`.
 
     Each probe stands for one query head of a KV head's group, taken in turn."""
-    model = observation.model
-    for layer, seen in enumerate(observation.layers):
-        queries, columns = queries_at(observation, layer, row, row.probes[-probes:], owner)  # [Hq, P, D]
-        probe = torch.arange(len(columns), device=columns.device)
-        head = probe % model.group
-        queries = queries.unflatten(0, (model.kv_heads, model.group))[:, head, probe]  # [H, P, D]
-        keys, values = (x[row.index][:, row.body] for x in (seen.keys, seen.values))
-        yield layer, interval_distortion(
-            keys, values, queries, scores[layer], model.rope, model.scale, longest,
-            mass_share=loss.mass_share, base=loss.base, coherent=loss.coherent,
-        )  # fmt: skip
+    model, tokens = observation.model, max(1, len(row.body))
+    at_once = max(1, _GROUP // (model.kv_heads * probes * tokens))
+    for first in range(0, model.layers, at_once):
+        layers = range(first, min(first + at_once, model.layers))
+        queries = []
+        for layer in layers:
+            found, columns = queries_at(observation, layer, row, row.probes[-probes:], owner)  # [Hq, P, D]
+            probe = torch.arange(len(columns), device=columns.device)
+            queries.append(
+                found.unflatten(0, (model.kv_heads, model.group))[:, probe % model.group, probe]
+            )  # [H, P, D]
+        seen = [observation.layers[layer] for layer in layers]
+        keys, values = (
+            torch.cat([getattr(x, name)[row.index][:, row.body] for x in seen]) for name in ("keys", "values")
+        )
+        table = interval_distortion(
+            keys,
+            values,
+            torch.cat(queries),
+            scores[first : first + len(layers)].flatten(0, 1),
+            model.rope,
+            model.scale,
+            longest,
+            mass_share=loss.mass_share,
+            base=loss.base,
+            coherent=loss.coherent,
+        )
+        for index, layer in enumerate(layers):
+            units = slice(index * model.kv_heads, (index + 1) * model.kv_heads)
+            yield layer, IntervalTables(table.distortion[units], table.multiplicity[units], table.mass[units])
