@@ -89,6 +89,20 @@ def alike(method: SoftMatching, a: dict, b: dict) -> float:
     return distance if method.similarity == "distance" else distance * a["n"] * b["n"] / (a["n"] + b["n"])
 
 
+def first_of_ties(method: SoftMatching, a: dict, others: list[dict]) -> int:
+    """The first of the most alike, up to the rounding of fp32: 2^-17 of the squared norm, for Ward times the count."""
+    slack = 2.0**-17
+    if method.similarity != "cosine":
+        slack *= float((a["sum"] / a["n"]).square().sum()) * (a["n"] if method.similarity == "ward" else 1)
+    scores = [alike(method, a, b) for b in others]
+    return next(i for i, score in enumerate(scores) if score >= max(scores) - slack)
+
+
+def to_17_bits(x: float) -> float:
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(mantissa * 2**17) / 2**17, exponent)
+
+
 def spelled_out(
     method: SoftMatching, observation: Observation, segments: Tensor, scores: Tensor, budget: int
 ) -> tuple[dict[tuple[int, int], set[frozenset[int]]], int]:
@@ -139,12 +153,14 @@ def spelled_out(
                         sources, targets = drawn[0::2], drawn[1::2]
                     for a in sources:
                         if targets:
-                            best = max(targets, key=lambda b: alike(method, entries[a], entries[b]))
-                            edges.append((alike(method, entries[a], entries[best]), (layer, head), a, best))
+                            others = [entries[b] for b in targets]
+                            confidence = max(alike(method, entries[a], other) for other in others)
+                            best = targets[first_of_ties(method, entries[a], others)]
+                            edges.append((confidence, (layer, head), a, best))
             cap = math.ceil(method.max_share * len(edges))
             if turn < len(method.steps):
                 edges = [edge for edge in edges if edge[0] >= method.steps[turn]]
-            edges.sort(key=lambda edge: -edge[0])
+            edges.sort(key=lambda edge: -to_17_bits(edge[0]))
             gone: dict[tuple[int, int], set[int]] = {unit: set() for unit in alive}
             for _, unit, a, b in edges[: min(cap, excess)]:
                 source, target = left[unit][a], left[unit][b]
