@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
@@ -80,7 +81,7 @@ def test_windows_are_spread_over_the_text():
     assert [len(piece) for piece in pieces] == [834, 833, 833]
     assert int(pieces[0][0]) == 0
     assert 9990 < int(pieces[-1][-1]) < 10000
-    assert all(int(a[-1]) < int(b[0]) for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(int(a[-1]) < int(b[0]) for a, b in pairwise(pieces))
     assert [len(piece) for piece in spread(ids[:7], 7)] == [7]
 
 

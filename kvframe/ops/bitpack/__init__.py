@@ -56,11 +56,11 @@ def _module(impl: str, tensor: Tensor):  # type: ignore[no-untyped-def]
 
 def _triton(tensor: Tensor):  # type: ignore[no-untyped-def]
     try:
-        from kvframe.ops.bitpack import triton
+        import kvframe.ops.bitpack.triton as kernels
     except ImportError as error:
         raise InputError(f"bitpack's Triton kernels cannot be used here: {error}; use impl='auto'.") from error
-    triton.check(tensor)
-    return triton
+    kernels.check(tensor)
+    return kernels
 
 
 __all__ = ["LANES", "MAX_WIDTH", "Runs", "join", "pack", "unpack"]

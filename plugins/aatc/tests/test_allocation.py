@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvframe_aatc.allocation import allocate, fill, high_rate, layer_targets, lower_hull, water_level
 
 from kvframe.errors import StageError
+from kvframe_aatc.allocation import allocate, fill, high_rate, layer_targets, lower_hull, water_level
 
 positive = st.floats(1e-6, 1e6)
 
@@ -99,9 +99,9 @@ def test_scales_come_out_of_the_mean(mean):
 
 
 def test_means_that_cannot_be_met_are_refused():
-    with pytest.raises(StageError, match="2 protected layers take 1.5 bits"):
+    with pytest.raises(StageError, match=r"2 protected layers take 1\.5 bits"):
         layer_targets(0.5, 1.0, 3, 2, 64, 0)
-    with pytest.raises(StageError, match="scales alone take 0.25 bits"):
+    with pytest.raises(StageError, match=r"scales alone take 0\.25 bits"):
         layer_targets(0.1, 0.0, 1, 1, 64, 16)
     with pytest.raises(StageError, match="33 bits cannot be shared out over 2 channels of 0 to 16"):
         fill(torch.ones(2), high_rate(16).expand(2, 17), 33)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvframe_aatc import Transform
-from tiny import MODELS, batch, greedy, info, observation, row_of, tiny_model
+from tiny import MODELS, batch, greedy, info, observation, tiny_model
 
 import kvframe
 from kvframe.errors import SpecError, StageError
 from kvframe.execute import execute
 from kvframe.testing import parametrize_with_checks
 from kvframe.types import Encoded, Entries, LayerPlan, storage_bytes
+from kvframe_aatc import Transform
 
 PAPER = {
     "key_shift": 0,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvframe_aatc import moments as module
-from kvframe_aatc import Transform
-from kvframe_aatc.moments import Moments
-from kvframe_aatc.tables import Tables
 from tiny import observation
 
 from kvframe.errors import StageError
+from kvframe_aatc import Transform
+from kvframe_aatc import moments as module
+from kvframe_aatc.moments import Moments
+from kvframe_aatc.tables import Tables
 
 
 @pytest.mark.parametrize("before_rope", [True, False])

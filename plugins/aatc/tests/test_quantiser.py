@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvframe_aatc.quantiser import Channels, _upwards
-from kvframe_aatc.tables import measure
 
 from kvframe.errors import StageError
 from kvframe.ops import bitpack
+from kvframe_aatc.quantiser import Channels, _upwards
+from kvframe_aatc.tables import measure
 
 
 def channels(widths: list[int], code: str = "max", symmetric: bool = True, bits: int = 16) -> Channels:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+
 from kvframe_aatc.transform import block_diagonal, pca, query_weighted, rotation_average, whitened_svd
 
 
