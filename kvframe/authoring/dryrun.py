@@ -59,7 +59,6 @@ def dry_run(pipeline: Pipeline, seed: int = 0) -> DryRun:
         return DryRun(False, str(error))
     except Exception as error:
         raise _blamed(error, pipeline) from error
-    _check_pure(pipeline, observation, budget)
     units = geometry.layers * geometry.kv_heads
     kept = sum(int(layer.n_entries.sum()) for layer in compressed.plan.layers)
     return DryRun(True, f"{kept / units:.0f} entries a head made of the {sum(BODY)} tokens of two random prompts")
@@ -96,40 +95,6 @@ def attend(pipeline: Pipeline, compressed: Compressed, observation: Observation)
                 f"encoder '{pipeline.spec.encoder.name}' was given {int(layer.n_entries.sum())} entries, but decodes "
                 f"{rows}; it must give back as many."
             )
-
-
-def _check_pure(pipeline: Pipeline, observation: Observation, budget: Tensor) -> None:
-    """Run the deciding stages one after the other. Raises StageError for one that changes what it was given."""
-    spec = pipeline.spec
-    given: dict[str, Tensor | None] = {"positions": observation.positions, "valid": observation.valid}
-    given |= {"body": observation.body, "surprisal": observation.surprisal, "suffix": observation.suffix}
-    for index, layer in enumerate(observation.layers):
-        given |= {
-            f"layers[{index}].{name}": getattr(layer, name) for name in ("keys", "values", "queries", "head_outputs")
-        }
-    given |= {f"hidden_states[{depth}]": states for depth, states in observation.hidden_states.items()}
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-
-    def check(stage: Stage) -> None:
-        for name, tensor in tensors.items():
-            # torch counts the writes to a tensor.
-            if tensor._version != versions[name]:
-                raise StageError(
-                    f"{stage.kind} '{stage.name}' changes {name} in place, which other stages read too; work on a copy."
-                )
-
-    def versions_now() -> dict[str, int]:
-        return {name: tensor._version for name, tensor in tensors.items()}
-
-    versions = versions_now()
-    segments = spec.segmenter.segment(observation)
-    check(spec.segmenter)
-    scores = spec.scorer.score(observation, segments)
-    check(spec.scorer)
-    tensors |= {"the segments' ids": segments.ids, "the scores": scores, "the budget": budget}
-    versions = versions_now()
-    spec.allocator.allocate(observation, segments, scores, budget)
-    check(spec.allocator)
 
 
 def _blamed(error: Exception, pipeline: Pipeline) -> StageError:

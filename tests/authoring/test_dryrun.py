@@ -87,11 +87,11 @@ SCORES = "scorer 'uniform'"
         ),
         (
             {"scorer": changed(Uniform, score=lambda s, o, g: o.layers[0].keys.mul_(2)[None, ..., 0] * 0)},
-            f"{SCORES}.scores must have shape",
+            rf"{SCORES} changes layers\[0\].keys in place",
         ),
         (
             {"scorer": changed(Uniform, score=lambda s, o, g: (o.layers[0].keys.mul_(2), torch.ones(o.shape))[1])},
-            rf"{SCORES} changes layers\[0\].keys in place, which other stages read too; work on a copy",
+            rf"{SCORES} changes layers\[0\].keys in place, which other stages and the cache read too; work on a copy",
         ),
         (
             {"scorer": changed(Uniform, score=lambda s, o, g: o.layers[0].no_such_thing)},
@@ -103,7 +103,7 @@ SCORES = "scorer 'uniform'"
         ),
         (
             {"allocator": changed(TopK, allocate=lambda s, o, g, scores, b: TopK.allocate(s, o, g, scores.zero_(), b))},
-            "allocator 'top_k' changes the scores in place",
+            "allocator 'top_k' changes scores in place",
         ),
         ({"encoder": changed(Dense, encode=lambda s, e, state: e)}, "encoder 'dense' must return Encoded, .*Entries"),
         (
