@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-torch.set_num_threads(2)
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(2)
 
 
 @pytest.fixture(autouse=True)
