@@ -22,7 +22,7 @@ from kvframe.hf.ledger import Ledger
 from kvframe.hf.watch import Watch
 from kvframe.ragged import append_part
 from kvframe.report import CacheReport
-from kvframe.types import Needs, Observation
+from kvframe.types import Needs, Observation, held_tensors
 
 if TYPE_CHECKING:
     from kvframe.pipeline import Compressed, Pipeline
@@ -207,7 +207,13 @@ class CompressedCache(Cache):
         """Tokens, entries, measured bytes and ratios, as of now."""
         extra = [t for t in (self.valid, self.positions, self.recent_validity_bias) if t is not None]
         return self.ledger.report(
-            self.compressed_layers, self.info, [*extra, *self._watch.tensors()], self.valid, len(self.layers)
+            self.compressed_layers,
+            self.info,
+            [*extra, *self._watch.tensors()],
+            # What comes from an artefact belongs to the model; what was fitted on the prompt, to this cache.
+            list(held_tensors(self._states)) if self._bound is None else [],
+            self.valid,
+            len(self.layers),
         )
 
     def fork(self) -> CompressedCache:

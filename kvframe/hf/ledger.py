@@ -79,10 +79,12 @@ class Ledger:
         layers: Sequence[CompressedLayer],
         model: ModelInfo,
         watched: Sequence[Tensor],
+        learned: Sequence[Tensor],
         valid: Tensor | None,
         n_layers: int,
     ) -> CacheReport:
-        """The report of a cache with these layers; `watched` are the tensors that it holds beside them."""
+        """The report of a cache with these layers; `watched` are the tensors that it holds beside them,
+        `learned` those that its encoder has fitted for it alone."""
         recent = [t for layer in layers for t in layer.recent.tensors()]
         observed = [t for layer in layers for t in (*layer.queries.tensors(), *layer.outputs.tensors())]
         coded = [t for layer in layers for part in layer.parts for t in part.encoded.tensors()]
@@ -92,11 +94,12 @@ class Ledger:
         return CacheReport(
             tokens=() if self.tokens is None else tuple(int(n) for n in self.tokens),
             entries=exact + sum(int(p.encoded.offsets[-1]) for layer in layers for p in layer.parts),
-            bytes=storage_bytes([*coded, *recent, *observed, *watched]),
+            bytes=storage_bytes([*coded, *recent, *observed, *watched, *learned]),
             bytes_by_part={
                 "compressed": storage_bytes(coded),
                 "recent": storage_bytes(recent),
                 "observed": storage_bytes([*observed, *watched]),
+                "learned": storage_bytes(learned),
             },
             full_bytes=model.layers * batch * model.kv_heads * columns * model.head_dim * 2 * itemsize,
             requested_ratio=self.context / self.allowed if self.allowed else 1.0,

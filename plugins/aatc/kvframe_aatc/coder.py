@@ -22,17 +22,17 @@ class Coder:
         analysis: fp32 `[C', E]`, rows divided by the channels' gains; rows beyond `C` are channels without bits that
             the token scale looks at all the same.
         synthesis: fp32 `[C, E]`, rows times the gains.
-        center: fp32 `[E]`, taken off before and added after (a projection's bias, a mean).
+        center: fp32 `[E]`, taken off before and added after (a projection's bias, a mean); None = zero.
     """
 
     channels: Channels
     analysis: Tensor
     synthesis: Tensor
-    center: Tensor
+    center: Tensor | None
 
     def encode(self, rows: Tensor, runs: bitpack.Runs) -> tuple[Tensor, Tensor]:
         """Return words int32 `[M, W]` and stored scales `[R]` of `rows [R, E]`."""
-        latent = self.analysis @ (rows - self.center).T  # [C', R]
+        latent = self.analysis @ (rows if self.center is None else rows - self.center).T  # [C', R]
         stored = self.channels.scale(latent)
         codes = self.channels.codes(latent[: len(self.synthesis)], self.channels.loaded(stored))
         return self.channels.pack(runs.pad(codes)), stored
@@ -40,15 +40,16 @@ class Coder:
     def decode(self, words: Tensor, stored: Tensor, runs: bitpack.Runs) -> Tensor:
         """Return fp32 rows `[R, E]`."""
         scale = self.channels.loaded(stored)[:, None]
-        if not self.channels.widths:
-            return self.center.expand(len(scale), -1)
         segments = self.channels.unpack(words)
-        if self.channels.code == "max":
+        if not segments:
+            rows = scale.new_zeros(len(scale), self.synthesis.shape[1])
+        elif self.channels.code == "max":
             synthesis, first = self._folded
             latent = torch.cat([codes.float() for codes in segments])  # [C, M * 32]
-            return (runs.trim(latent).T @ synthesis + first) * scale + self.center
-        latent = self.channels.meant(_together(segments))
-        return (runs.trim(latent).T @ self.synthesis) * scale + self.center
+            rows = torch.addmm(first, runs.trim(latent).T, synthesis).mul_(scale)
+        else:
+            rows = (runs.trim(self.channels.meant(_together(segments))).T @ self.synthesis).mul_(scale)
+        return rows if self.center is None else rows.add_(self.center)
 
     @cached_property
     def _folded(self) -> tuple[Tensor, Tensor]:

@@ -100,5 +100,5 @@ def coder(side: Side, layer: int, group: int, width: Tensor, code: str, one_bit:
         channels,
         (side.analysis[layer, group, looked_at] / gain[looked_at, None]).contiguous(),
         (side.synthesis[layer, group, coded] * gain[coded, None]).contiguous(),
-        side.center[layer, group],
+        side.center[layer, group] if bool(side.center[layer, group].any()) else None,
     )
