@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvframe.errors import SpecError
 from kvframe.execute import execute
+from kvframe.testing.device import home
 from kvframe.testing.prompt import PLAIN, Content, Geometry, Layout, Prompts
 from kvframe.types import Entries, LayerPlan, Needs, Observation, Plan, Segments
 
@@ -163,7 +164,8 @@ def entries(*, merges: bool = True, ragged: bool = True, **choices: Any) -> Sear
 def specs(
     draw: st.DrawFn, *, ratios: Sequence[float] = (1, 2, 4), plugins: Iterable[str] | None = None
 ) -> PipelineSpec:
-    """Specs of registered stages at their default parameters, in any combination that is valid. `plugins` limits the
+    """Specs of registered stages at their default parameters, in any combination that is valid and runs on this
+    machine. `plugins` limits the
     stages to those of these entry-point names ("core" = kvframe's own)."""
     from kvframe.registry import registry
     from kvframe.spec import validate_spec
@@ -172,6 +174,8 @@ def specs(
     data: dict[str, Any] = {}
     for kind, classes in known.stages.items():
         names = [n for n in classes if plugins is None or known.owners[f"{kind}:{n}"].name in set(plugins)]
+        if kind == "attention":
+            names = [n for n in names if home(classes[n]())[0]]  # type: ignore[call-arg]
         data[kind] = draw(st.sampled_from(names))
     keeps_all = getattr(known.stages["allocator"][data["allocator"]], "keeps_all", False)
     data["budget"] = {"ratio": 1 if keeps_all else draw(st.sampled_from(ratios))}

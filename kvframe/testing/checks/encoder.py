@@ -101,12 +101,18 @@ def decoding_stays_finite(stage: Any, case: Case) -> None:
 
 @law("encoder", _cases)
 def decoding_is_nearer_than_nothing(stage: Any, case: Case) -> None:
-    """Over all entries, decoded keys and values are at least as near to the true ones as zeros are."""
+    """Decoded keys and values are, over all entries, at least as near to the true ones as zeros are, or nowhere off by
+    more than half the range of the true ones (which is what one bit between the smallest and the largest can do)."""
     for entries, _, back, _ in layers_of(stage, case):
         for name in ("keys", "values"):
             true, found = getattr(entries, name).double(), getattr(back, name).double()
+            if not len(true):
+                continue
             error, energy = float((true - found).square().sum()), float(true.square().sum())
-            expect(error <= energy * (1 + 1e-6), f"a squared error of {name} of at most {energy:.4g}", f"{error:.4g}")
+            off, half = float((true - found).abs().max()), float(true.max() - true.min()) / 2
+            # The range may itself be stored in 16 bits: 2^-8 is a unit of bf16.
+            near = error <= energy * (1 + 1e-6) or off <= half * (1 + 2**-8)
+            expect(near, f"a squared error of {name} of at most {energy:.4g}", f"{error:.4g}")
 
 
 @law("encoder", _cases)

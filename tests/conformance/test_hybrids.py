@@ -1,0 +1,32 @@
+"""Stages of different plugins in one spec, in combinations that nobody thought of, obey the laws of specs too."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+
+from kvframe.pipeline import Pipeline
+from kvframe.testing import specs
+from kvframe.testing.checks.pipeline import (
+    budget_is_respected,
+    bytes_are_as_reported,
+    decoding_steps_equal_one_block,
+    full_budget_is_full_attention,
+    padding_changes_nothing,
+    survives_a_file,
+)
+
+LAWS = (
+    survives_a_file,
+    full_budget_is_full_attention,
+    padding_changes_nothing,
+    bytes_are_as_reported,
+    decoding_steps_equal_one_block,
+)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(specs())
+def test_any_valid_combination(spec):
+    pipeline = Pipeline(spec, "drawn")
+    for law in (*LAWS, *([] if spec.allocator.keeps_all else [budget_is_respected])):
+        law(pipeline, profile="dev")
