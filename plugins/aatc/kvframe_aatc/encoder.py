@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -130,12 +131,19 @@ class Transform(CalibratedEncoder):
 
     def learn(self, observations: Iterable[Observation], model: ModelInfo) -> dict[str, Tensor]:
         """The tables of a stream of observations. Observations without queries give every channel the same weight.
-        Raises StageError if there is no token."""
+        Raises StageError if there is no token; warns if there are fewer than channels."""
         moments = Moments(model, self.heads(model), self.rope == "pre")
         for observation in observations:
             moments.add(observation)
         if moments.tokens == 0:
             raise StageError(f"encoder '{self.name}' has no token to learn its transform from; give a longer prompt.")
+        channels = moments.heads * model.head_dim
+        if moments.tokens < channels:
+            warnings.warn(
+                f"encoder '{self.name}' learns {channels} channels from {moments.tokens} tokens, so some were never "
+                f"seen to move; give it at least {4 * channels} tokens.",
+                stacklevel=2,
+            )
         return build(moments, self.choices).tensors()
 
     @property

@@ -67,6 +67,13 @@ def test_nothing_to_learn_from_is_refused():
         Transform().fit(seen)
 
 
+def test_too_few_tokens_are_said_and_coded_all_the_same():
+    seen = observation([9], heads=2, dim=16)
+    with pytest.warns(UserWarning, match="32 channels from 9 tokens.* at least 128 tokens"):
+        states = Transform(calibration="prompt").fit(seen)
+    assert all(bool(state.groups[0].keys.analysis.isfinite().all()) for state in states)
+
+
 def test_tables_go_through_a_file():
     learned = Transform().learn([observation([40])], observation([40]).model)
     tables = Tables.from_tensors(learned)
