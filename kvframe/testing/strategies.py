@@ -58,7 +58,7 @@ def prompts(
     return Prompts(
         lengths=tuple(draw(st.lists(st.sampled_from(lengths), min_size=1, max_size=max_rows))),
         seed=draw(SEEDS),
-        geometry=draw(shapes or geometries()),
+        geometry=draw(geometries() if shapes is None else shapes),
         dtype=draw(st.sampled_from(dtypes)),
         content=draw(st.sampled_from(contents)),
         sink=draw(st.integers(0, max_protected)),

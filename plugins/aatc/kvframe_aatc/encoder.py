@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -22,6 +22,8 @@ from kvframe_aatc.tables import MAX_WIDTH, Choices, Tables, build
 
 # The last queries of a prompt tell what the next ones will look at; all of them would take more room than the cache.
 PROMPT_QUERIES = 256
+
+log = logging.getLogger("kvframe")
 
 
 class Transform(CalibratedEncoder):
@@ -131,7 +133,7 @@ class Transform(CalibratedEncoder):
 
     def learn(self, observations: Iterable[Observation], model: ModelInfo) -> dict[str, Tensor]:
         """The tables of a stream of observations. Observations without queries give every channel the same weight.
-        Raises StageError if there is no token; warns if there are fewer than channels."""
+        Raises StageError if there is no token; logs a warning if there are fewer than channels."""
         moments = Moments(model, self.heads(model), self.rope == "pre")
         for observation in observations:
             moments.add(observation)
@@ -139,10 +141,9 @@ class Transform(CalibratedEncoder):
             raise StageError(f"encoder '{self.name}' has no token to learn its transform from; give a longer prompt.")
         channels = moments.heads * model.head_dim
         if moments.tokens < channels:
-            warnings.warn(
-                f"encoder '{self.name}' learns {channels} channels from {moments.tokens} tokens, so some were never "
-                f"seen to move; give it at least {4 * channels} tokens.",
-                stacklevel=2,
+            log.warning(
+                "encoder '%s' learns %d channels from %d tokens, so some were never seen to move; give it at least %d.",
+                *(self.name, channels, moments.tokens, 4 * channels),
             )
         return build(moments, self.choices).tensors()
 
