@@ -169,8 +169,9 @@ def ragged_attention(query: Tensor, encoded: Encoded, scale: float) -> tuple[Ten
     lse = torch.empty(splits, pairs, rows, dtype=torch.float32, device=query.device)
     weighted = encoded.log_multiplicity is not None
     block_d = triton.next_power_of_2(max(16, dim))
-    # Without tensor cores, 64 queries times 32 entries do not fit the registers.
-    block_m = min(16 if query.dtype == torch.float32 else 64, triton.next_power_of_2(max(16, rows)))
+    # Without tensor cores, or beside codes that are unpacked, 64 queries times 32 entries do not fit the registers.
+    widest = 64 if encoded.format == "dense" and query.dtype != torch.float32 else 16
+    block_m = min(widest, triton.next_power_of_2(max(16, rows)))
     attend_kernel[(pairs, splits, triton.cdiv(rows, block_m))](
         packed,
         codes,

@@ -18,6 +18,7 @@ SIDES = ("keys", "values")
 class PerToken(Encoder):
     """Codes each key and each value with `bits` bits a channel between its smallest and its largest one."""
 
+    paper: ClassVar[str] = ""  # plain asymmetric integers are older than any paper on caches
     name: Literal["baselines.per_token"] = "baselines.per_token"
     block: ClassVar[int] = bitpack.LANES
 

@@ -26,6 +26,7 @@ SPECS = {
     "globalkv": ("baselines.snapkv", "baselines.global_top_k"),
     "d2o": ("baselines.h2o", "baselines.d2o"),
 }
+CODES = {"kivi", "int4", "int2", "rotation"}
 STAGES = list(kvframe_baselines.kvframe_register_stages())
 
 
@@ -33,7 +34,7 @@ def test_registers_its_stages_and_specs() -> None:
     found = build([EntryPoint("baselines", "kvframe_baselines", "kvframe")])
     assert {name for name, owner in found.owners.items() if owner.name == "baselines"} == {
         *(f"{stage.kind}:{stage.model_fields['name'].default}" for stage in STAGES),
-        *(f"spec:{name}" for name in SPECS),
+        *(f"spec:{name}" for name in SPECS.keys() | CODES),
     }
 
 
@@ -42,6 +43,14 @@ def test_spec_loads_and_round_trips(name: str) -> None:
     spec = kvframe.load(name).spec
     assert (spec.scorer.name, spec.allocator.name) == SPECS[name]
     assert spec.budget.ratio == 4
+    assert spec.description.endswith(".")
+    assert validate_spec(spec.dump()) == spec
+
+
+@pytest.mark.parametrize("name", sorted(CODES))
+def test_codes_keep_every_token(name: str) -> None:
+    spec = kvframe.load(name).spec
+    assert spec.allocator.keeps_all
     assert spec.description.endswith(".")
     assert validate_spec(spec.dump()) == spec
 
