@@ -24,7 +24,7 @@ LAWS = (
 )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(specs())
 def test_any_valid_combination(spec):
     pipeline = Pipeline(spec, "drawn")

@@ -32,8 +32,8 @@ quick = settings(max_examples=25, deadline=None)
 def test_they_shrink_to_the_plainest():
     assert find(prompts(), lambda case: True) == Prompts()
     assert find(geometries(), lambda geometry: True) == Geometry()
-    case, _ = find(plans(), lambda drawn: drawn[1].layers[0].n_entries.sum() > 1)
-    assert (sum(case.lengths), case.geometry) == (2, Geometry()) or case.geometry.kv_heads == 2
+    case, _ = find(plans(), lambda drawn: max(drawn[0].lengths) > 2)
+    assert case == Prompts(lengths=(3,))
 
 
 @quick
