@@ -7,13 +7,15 @@ any list of specs with values set in them.
 A run is a spec's name and what is set in it. `--bits` makes one row for each number of bits from every run whose
 encoder has `key_bits` and `value_bits` (unless the run sets them). Each prompt is read once; the exact cache and every
 compressed one then predict the same tokens, fed in one piece: the text's next 64, or the full cache's own greedy answer
-about a needle. A needle is found if every token of an answer that is right is what the compressed cache finds most
-likely. Bits a value are what the encoder declares, scales and positions included (the conformance kit holds that
-against the bytes held); errors are standard errors over the examples' means. Times are not measured."""
+about a needle. A needle that the full cache finds is found again if every token of its answer, up to the needle's end,
+is what the compressed cache finds most likely. Bits a value are what the encoder declares, scales and positions
+included (the conformance kit holds that against the bytes held); errors are standard errors over the examples' means.
+Times are not measured. What `--out` holds of a run with the same text, model, prompts and seed is taken from there."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 from collections import defaultdict
@@ -64,6 +66,11 @@ def answer_of(model: Any, tokenizer: Any, prefill: Prefill, example: Example) ->
     return found
 
 
+def needle_end(tokenizer: Any, answer: str, ids: list[int]) -> int:
+    """The number of tokens at which the answer's text is complete; 0 if it never is."""
+    return next((n for n in range(1, len(ids) + 1) if answer in tokenizer.decode(ids[:n])), 0)
+
+
 def measure(model: Any, tokenizer: Any, example: Example, listed: dict[str, Any], seen: dict[str, list[Any]]) -> None:
     """Add one example's figures to `seen`, by label."""
     prompt = example.prompt
@@ -73,7 +80,7 @@ def measure(model: Any, tokenizer: Any, example: Example, listed: dict[str, Any]
     targets = list(example.targets) or answer_of(model, tokenizer, prefill, example)
     fed = [prompt.ids[-1], *targets[:-1]]
     reference = feed(model, prefill.fork(), fed)
-    right = bool(example.answer) and example.answer in tokenizer.decode(targets)
+    end = needle_end(tokenizer, example.answer, targets) if example.answer else 0
     for label, pipeline in listed.items():
         cache = prefill.fork(pipeline, prompt.prefix_length, prompt.suffix_length - 1)
         cache.compress()
@@ -83,8 +90,8 @@ def measure(model: Any, tokenizer: Any, example: Example, listed: dict[str, Any]
         record = {"kl": float(kl_divergence(reference, logits).mean()), "top1": float(same.float().mean())}
         record |= {"byte_ratio": held.byte_ratio, "compress_seconds": held.compress_seconds}
         if example.answer:
-            record |= {"full_finds_it": right, "hit": right and bool(same.all())}
-        seen[label].append({"task": example.task, **record})
+            record |= {"full_finds_it": end > 0, "hit": end > 0 and bool(same[:end].all())}
+        seen[label].append({"task": example.task, "index": example.index, **record})
 
 
 def rows(listed: dict[str, Any], seen: dict[str, list[Any]], info: Any) -> list[dict[str, Any]]:
@@ -129,6 +136,22 @@ def show(table: list[dict[str, Any]]) -> None:
         print(f"| {row['run']} | {' | '.join(cells)} |")
 
 
+def resumed(written: Path, settings: dict[str, Any]) -> dict[str, list[Any]]:
+    """The records by label of an earlier run with the same settings; none if there was no such run."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    if written.exists():
+        earlier = json.loads(written.read_text())
+        if earlier["settings"] != settings:
+            raise SystemExit(f"{written} holds a run with other settings, {earlier['settings']}; give another --out.")
+        found.update(earlier["records"])
+    return found
+
+
+def has(records: list[dict[str, Any]], task: str, index: int) -> bool:
+    """Whether an example was measured."""
+    return any(r["task"] == task and r["index"] == index for r in records)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -148,13 +171,24 @@ def main() -> None:
     listed = pipelines(args.run, [float(b) for b in args.bits.split(",") if b])
     text = embedded_text() if args.text is None else read_text(args.text)
     tasks = make_tasks(args.tasks.split(","), Source(tokenizer, text, args.tokens, args.seed))
-    seen: dict[str, list[Any]] = defaultdict(list)
     args.out.mkdir(parents=True, exist_ok=True)
+    written = args.out / "codec_quality.json"
+    settings = {
+        "model": model_info(model).fingerprint,
+        "text": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "tokens": args.tokens,
+        "seed": args.seed,
+    }
+    seen = resumed(written, settings)
     for task, index in ((task, index) for task in tasks for index in range(args.limit)):
-        measure(model, tokenizer, task.example(index), listed, seen)
-        (args.out / "codec_quality.json").write_text(json.dumps(seen, indent=1))
-        print(f"{task.name} {index + 1}/{args.limit}", flush=True)
-    show(rows(listed, seen, model_info(model)))
+        left = {name: pipeline for name, pipeline in listed.items() if not has(seen[name], task.name, index)}
+        if left:
+            measure(model, tokenizer, task.example(index), left, seen)
+            written.write_text(json.dumps({"settings": settings, "records": seen}, indent=1))
+            print(f"{task.name} {index + 1}/{args.limit}", flush=True)
+    names = {task.name for task in tasks}
+    wanted = {name: [r for r in seen[name] if r["task"] in names and r["index"] < args.limit] for name in listed}
+    show(rows(listed, wanted, model_info(model)))
     print(f"\n{args.limit} examples of {args.tokens} tokens a task, seed {args.seed}, {platform.machine()}, fp32")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -101,6 +101,17 @@ def join(first: Encoded, second: Encoded, state: LayerState) -> Encoded | None:
     joined = Encoded(first.offsets + second.offsets, codes, first.format, first.dtype, multiplicity)
     apart = storage_bytes(first.codes.values()) + storage_bytes(second.codes.values())
     return joined if storage_bytes(codes.values()) <= apart else None
+
+
+def select(encoded: Encoded, rows: Sequence[int], batch: int, state: LayerState) -> Encoded:
+    """The codes of these of the `batch` rows."""
+    runs = group_runs(encoded.bounds, state.kv_heads, state.heads)
+    found: dict[str, list[Tensor]] = {name: [] for name in encoded.codes}
+    for part, run in zip(split(encoded, state, runs), runs, strict=True):
+        for name, pieces in found.items():
+            picked = (run.select_rows if name in ROW_CODES else run.select)(part[name], rows)
+            pieces.append(picked.flatten() if name in ("keys", "values") else picked)
+    return encoded.pick(rows, batch, {name: torch.cat(pieces) for name, pieces in found.items()})
 
 
 def together(runs: list[bitpack.Runs]) -> bitpack.Runs:

@@ -133,12 +133,18 @@ class Transform(CalibratedEncoder):
 
     def learn(self, observations: Iterable[Observation], model: ModelInfo) -> dict[str, Tensor]:
         """The tables of a stream of observations. Observations without queries give every channel the same weight.
-        Raises StageError if there is no token; logs a warning if there are fewer than channels."""
+        Raises StageError if there is no token, or one that is not finite; logs a warning if there are fewer than
+        channels."""
         moments = Moments(model, self.heads(model), self.rope == "pre")
         for observation in observations:
             moments.add(observation)
         if moments.tokens == 0:
             raise StageError(f"encoder '{self.name}' has no token to learn its transform from; give a longer prompt.")
+        if (layer := moments.overflowed()) is not None:
+            raise StageError(
+                f"encoder '{self.name}' cannot learn: in layer {layer} keys, values or queries hold infinities or NaN; "
+                "run the model in bfloat16 or float32 if it overflows in float16."
+            )
         channels = moments.heads * model.head_dim
         if moments.tokens < channels:
             log.warning(
@@ -197,6 +203,10 @@ class Transform(CalibratedEncoder):
     def join(self, first: Encoded, second: Encoded, state: LayerState) -> Encoded | None:
         """See Encoder.join."""
         return codec.join(first, second, state)
+
+    def select(self, encoded: Encoded, rows: Sequence[int], batch: int, state: LayerState) -> Encoded:
+        """See Encoder.select."""
+        return codec.select(encoded, rows, batch, state)
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: LayerState | tuple[()] = ()) -> float:
         """Codes, scales and, before RoPE, one 32-bit position a block of 32 rows, shared out over the KV heads. Entries

@@ -71,6 +71,15 @@ class Moments:
         self.query_tokens += asked
         self._thin()
 
+    def overflowed(self) -> int | None:
+        """The first layer whose sums hold infinities or NaN, None if there is none."""
+        for index, sums in enumerate(self.layers):
+            # A sum that is not finite shows in the diagonals: they are sums of squares.
+            squares = [x.diagonal(dim1=-2, dim2=-1) for x in (sums.keys, sums.values, sums.queries)]
+            if not all(bool(x.isfinite().all()) for x in squares):
+                return index
+        return None
+
     def rows(self, layer: LayerObservation, index: int, chosen: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values fp32 `[R, H * D]` of the chosen tokens of one layer, without bias; `positions [R]`."""
         keys, values = (x.transpose(1, 2)[chosen].transpose(0, 1) for x in (layer.keys, layer.values))  # [H, R, D]

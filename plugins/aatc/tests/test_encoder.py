@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from tiny import MODELS, batch, greedy, info, observation, tiny_model
@@ -175,7 +177,7 @@ def test_decoding_keeps_the_bytes_of_a_token_constant():
     inputs = batch([100])
     greedy(model, inputs, cache, new=97)
     sizes = []
-    for _ in range(3):
+    for _ in range(5):
         before = cache.report()
         held = sum(p.encoded.nbytes for layer in cache.compressed_layers for p in layer.parts)
         entries = sum(int(p.encoded.offsets[-1]) for layer in cache.compressed_layers for p in layer.parts)
@@ -185,9 +187,10 @@ def test_decoding_keeps_the_bytes_of_a_token_constant():
             with torch.no_grad():
                 model(torch.tensor([[5]]), cache=cache, use_cache=True)
         assert cache.report().tokens[0] == before.tokens[0] + 128
-    (a, n), (b, m), (c, k) = sizes
-    assert m - n == k - m == 128 * 3 * 2
-    assert b - a == c - b, "128 tokens more are as many bytes more, whatever came before"
+    grown = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(sizes)]
+    assert len(grown) == 4, "512 tokens"
+    # 128 tokens more are as many bytes more, whatever came before.
+    assert grown == [(grown[0][0], 128 * 3 * 2)] * 4
 
 
 def test_no_more_than_a_tile_is_rebuilt_at_once():
@@ -257,6 +260,26 @@ def test_activations_that_are_not_finite_are_refused():
     entries = Entries(torch.tensor([0, 4, 8]), keys, torch.randn(8, 8), positions=torch.arange(8).int())
     with pytest.raises(StageError, match="infinities or NaN"):
         stage.encode(entries, state)
+
+
+@pytest.mark.parametrize("rope", ["pre", "post"])
+def test_what_float16_holds_only_just_stays_finite(rope):
+    stage = Transform(rope=rope, key_bits=3, value_bits=3)
+    seen = observation([60], heads=2, dim=16)
+    state = stage.fit(seen)[0]
+    generator = torch.Generator().manual_seed(5)
+    largest = torch.finfo(torch.float16).max
+    keys, values = (torch.randint(0, 2, (120, 16), generator=generator) * 2.0 - 1 for _ in range(2))
+    keys, values = (largest * keys).half(), (largest * values).half()
+    positions = torch.arange(60).repeat(2).int()
+    back = stage.decode(
+        stage.encode(Entries(torch.tensor([0, 60, 120]), keys, values, positions=positions), state), state
+    )
+    assert back.keys.dtype == torch.float16
+    for name in ("keys", "values"):
+        found = getattr(back, name)
+        assert bool(found.isfinite().all())
+        assert float(found.abs().max()) == largest, "codes err to both sides"
 
 
 def test_channels_that_never_move_cost_nothing():

@@ -69,6 +69,14 @@ def test_nothing_to_learn_from_is_refused():
         Transform().fit(seen)
 
 
+@pytest.mark.parametrize("part", ["keys", "values", "queries"])
+def test_a_calibration_that_overflows_is_refused(part):
+    seen = observation([20])
+    getattr(seen.layers[1], part)[0, 0, 11, 3] = float("inf")
+    with pytest.raises(StageError, match="in layer 1 keys, values or queries hold infinities"):
+        Transform(calibration="prompt").fit(seen)
+
+
 def test_too_few_tokens_are_said_and_coded_all_the_same(caplog):
     seen = observation([9], heads=2, dim=16)
     with caplog.at_level(logging.WARNING, "kvframe"):
