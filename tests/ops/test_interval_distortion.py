@@ -91,14 +91,17 @@ def test_reference_is_the_definition(shape):
         assert float(tables.multiplicity[unit, length, begin]) == pytest.approx(multiplicity, rel=1e-9)
 
 
+@pytest.mark.parametrize("impl", ["fast", "numba"])
 @pytest.mark.parametrize("coherent", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(shape=SHAPES)
-def test_fast_matches_the_reference(dtype, coherent, shape):
+def test_implementations_match_the_reference(dtype, coherent, impl, shape):
+    if impl == "numba":
+        pytest.importorskip("numba")
     args = make(**shape, dtype=dtype)
     wanted = interval_distortion(*args, coherent=coherent, impl="reference")
-    got = interval_distortion(*args, coherent=coherent, impl="fast")
+    got = interval_distortion(*args, coherent=coherent, impl=impl)
     assert got.distortion.dtype == torch.float32
     possible = wanted.distortion.isfinite()
     assert torch.equal(got.distortion.isfinite(), possible)
@@ -125,12 +128,29 @@ def test_identical_tokens_merge_without_error(seed, copies):
     assert torch.allclose(tables.multiplicity[possible], lengths[None][possible], rtol=1e-5)
 
 
-def test_chunks_of_units_change_nothing(monkeypatch):
-    fast = importlib.import_module("kvframe.ops.interval_distortion.fast")
+@pytest.mark.parametrize(("impl", "limit", "small"), [("fast", "CPU_BLOCK", 1), ("numba", "BLOCK", 4)])
+def test_chunks_change_nothing(monkeypatch, impl, limit, small):
+    module = pytest.importorskip(f"kvframe.ops.interval_distortion.{impl}", exc_type=ImportError)
     args = make(1, 3, 33, 5, 8, 4, 1.25, True, 7)
-    whole = interval_distortion(*args)
-    monkeypatch.setattr(fast, "CPU_BLOCK", 1)
-    assert torch.allclose(interval_distortion(*args).distortion, whole.distortion, atol=1e-6)
+    whole = interval_distortion(*args, impl=impl)
+    monkeypatch.setattr(module, limit, small)
+    assert torch.allclose(interval_distortion(*args, impl=impl).distortion, whole.distortion, atol=1e-6)
+
+
+def test_without_numba_the_torch_path_is_taken_and_said_once(monkeypatch, caplog):
+    op = importlib.import_module("kvframe.ops.interval_distortion")
+    monkeypatch.setattr(op, "find_spec", lambda name: None)
+    op.compiled.cache_clear()
+    args = make(1, 1, 5, 2, 4, 4, 1.0, False, 3)
+    with caplog.at_level("INFO", logger="kvframe"):
+        first, second = interval_distortion(*args), interval_distortion(*args)
+    op.compiled.cache_clear()
+    assert torch.equal(first.distortion, interval_distortion(*args, impl="fast").distortion)
+    assert torch.equal(second.distortion, first.distortion)
+    assert len(caplog.records) == 1
+    monkeypatch.setattr(op, "compiled", lambda: False)
+    with pytest.raises(InputError, match="needs numba; install it, or use impl='auto'"):
+        interval_distortion(*args, impl="numba")
 
 
 def test_the_mass_of_all_tokens_is_one():
@@ -160,5 +180,5 @@ def test_interval_sums_are_sums(tokens, longest, seed):
 
 
 def test_an_unknown_implementation_is_named():
-    with pytest.raises(InputError, match="no implementation 'numba'; there are: auto, reference, fast"):
-        interval_distortion(*make(1, 1, 2, 1, 4, 4, 1.0, False, 2), impl="numba")
+    with pytest.raises(InputError, match="no implementation 'cuda'; there are: auto, reference, fast, numba"):
+        interval_distortion(*make(1, 1, 2, 1, 4, 4, 1.0, False, 2), impl="cuda")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
 from torch import Tensor
 
 from kvframe.errors import InputError
 from kvframe.ops.interval_distortion.fast import gram_band
-from kvframe.ops.interval_distortion.fast import interval_distortion as interval_distortion_fast
-from kvframe.ops.interval_distortion.reference import interval_distortion as interval_distortion_reference
 from kvframe.ops.interval_distortion.tables import IntervalTables, interval_sums
 from kvframe.rope import Rope
 
-IMPLEMENTATIONS = {"reference": interval_distortion_reference, "fast": interval_distortion_fast}
+IMPLEMENTATIONS = ("reference", "fast", "numba")
+log = logging.getLogger("kvframe")
 
 
 def interval_distortion(
@@ -45,13 +50,35 @@ def interval_distortion(
 
     0 = exact, 1 = as bad as a dropped region. Source: GraceKV (Tian et al. 2026, arXiv 2608.07001), prototypes and
     distortion. `impl`: "reference" (fp64, interval by interval), "fast" (fp32 recurrences over all intervals of one
-    length at a time) or "auto". Raises InputError for another name."""
-    name = "fast" if impl == "auto" else impl
-    if name not in IMPLEMENTATIONS:
+    length at a time), "numba" (the same, compiled, on a CPU; needs numba) or "auto": numba on a CPU if it is installed,
+    else fast. Raises InputError for another name, or for numba where it cannot run."""
+    if impl not in ("auto", *IMPLEMENTATIONS):
         raise InputError(
             f"interval_distortion has no implementation '{impl}'; there are: auto, {', '.join(IMPLEMENTATIONS)}."
         )
-    return IMPLEMENTATIONS[name](keys, values, probes, weights, rope, scale, longest, mass_share, base, coherent)
+    if impl == "numba" and not compiled():
+        raise InputError("interval_distortion's numba path needs numba; install it, or use impl='auto'.")
+    name = impl
+    if impl == "auto":
+        name = "numba" if keys.device.type == "cpu" and compiled() else "fast"
+    return implementation(name)(keys, values, probes, weights, rope, scale, longest, mass_share, base, coherent)
+
+
+@cache
+def compiled() -> bool:
+    """Whether numba is there; says so once if it is not."""
+    found = find_spec("numba") is not None
+    if not found:
+        log.info(
+            "Interval tables are made without numba, in two to three times the time; install numba to change that."
+        )
+    return found
+
+
+@cache
+def implementation(name: str) -> Any:
+    """The function that does it; imported where it is used, as numba takes its time."""
+    return importlib.import_module(f"kvframe.ops.interval_distortion.{name}").interval_distortion
 
 
 __all__ = ["IntervalTables", "gram_band", "interval_distortion", "interval_sums"]

@@ -88,8 +88,10 @@ class ExactFlow(Allocator):
         score = scores[:, row.index][..., row.body]  # [L, H, N]
         omega = head_sensitivity(observation, row, self.sensitivity, self.name)
         lengths = torch.unique_consecutive(segments.ids[row.index, row.body], return_counts=True)[1].cpu()
-        slots = Slots(lengths, layers * heads, self.longest, row.body.device)
-        drops = torch.empty(layers * heads, len(row.body), device=row.body.device)
+        drops = (score * omega[..., None]).flatten(0, 1)  # [U, N]
+        # The probes' attention on a head's tokens sums to 1, and so does omega over the heads on average.
+        typical = float(drops.mean()) if self.loss == "score" else 1 / len(row.body)
+        slots = Slots(lengths, layers * heads, self.longest, row.body.device, typical or 1.0)
         for layer, table in layer_tables(observation, row, score, slots.longest, self.probes, self._loss, self.name):
             units = slice(layer * heads, (layer + 1) * heads)
             weight = omega[layer][:, None]
@@ -97,7 +99,6 @@ class ExactFlow(Allocator):
                 drops[units] = table.mass * weight
                 losses = table.distortion * weight[..., None]
             else:
-                drops[units] = score[layer] * weight
                 mass = interval_sums(table.mass, table.distortion.shape[1])
                 worth = interval_sums(drops[units], table.distortion.shape[1])
                 losses = table.distortion * (worth / mass.clamp_min(1e-30))

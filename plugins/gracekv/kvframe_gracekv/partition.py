@@ -30,33 +30,43 @@ class Slots:
     """Losses of all intervals inside slots, laid out by their place in the slot.
 
     Slots are sorted by length, so that the step for the i-th tokens works on the first slots only: ragged slots waste
-    nothing."""
+    nothing. Losses are held in fp16, relative to `scale` (about what a token is worth): their size is what bounds the
+    memory of a compression, and they are estimates whose first digit is all that can be trusted. A loss of more than
+    65504 times that becomes infinite, so that no such interval is ever made."""
 
-    def __init__(self, lengths: Tensor, units: int, longest: int, device: torch.device) -> None:
+    def __init__(self, lengths: Tensor, units: int, longest: int, device: torch.device, scale: float = 1.0) -> None:
         order = lengths.argsort(descending=True, stable=True)
         starts = lengths.cumsum(0) - lengths
         self.starts = starts[order].to(device)  # [S]
         self.lengths = lengths[order].to(device)
-        self.units, self.tokens = units, int(lengths.sum())
+        self.units, self.tokens, self.scale = units, int(lengths.sum()), scale
         self.deepest = int(lengths.max())
         self.longest = min(longest, self.deepest)
         alive = [int((lengths >= i).sum()) for i in range(self.deepest + 1)]
         self.alive = alive  # slots with at least i tokens
         self.reach = [min(i, self.longest) for i in range(self.deepest + 1)]
+        # Where the numbers of each step lie in the tables: intervals that end with the i-th token, longest first.
+        steps = range(1, self.deepest + 1)
+        self._interval = torch.cat([self._ends(i).flatten() for i in steps])
+        self._token = torch.cat([self.starts[: alive[i]] + (i - 1) for i in steps])
+        losses = torch.empty(len(self._interval), units, dtype=torch.float16, device=device)
+        drops = torch.empty(len(self._token), units, device=device)
+        self._losses, self._drops = losses, drops
+        sizes = [self.reach[i] * alive[i] for i in steps]
         self.losses = [
-            torch.empty(self.reach[i], alive[i], units, device=device) for i in range(1, self.deepest + 1)
-        ]  # of the interval that ends with the i-th token: [longest first, slot, unit]
-        self.drops = [torch.empty(alive[i], units, device=device) for i in range(1, self.deepest + 1)]
+            part.view(self.reach[i], alive[i], units) for i, part in zip(steps, losses.split(sizes), strict=True)
+        ]  # [reach, slot, unit]
+        self.drops = drops.split(alive[1:])  # [slot, unit]
+
+    def _ends(self, i: int) -> Tensor:
+        length = torch.arange(self.reach[i], 0, -1, device=self.starts.device)[:, None]
+        return (length - 1) * self.tokens + self.starts[: self.alive[i]] + (i - length)  # [reach, S_i]
 
     def fill(self, units: slice, losses: Tensor, drops: Tensor) -> None:
         """Enter `losses [u, longest, N]` (of `[a, a + n)` at `[n - 1, a]`) and `drops [u, N]` of some units."""
-        flat, tokens = losses.flatten(1), losses.shape[-1]
-        for i in range(1, self.deepest + 1):
-            starts, reach = self.starts[: self.alive[i]], self.reach[i]
-            length = torch.arange(reach, 0, -1, device=starts.device)[:, None]
-            at = (length - 1) * tokens + starts + (i - length)  # [reach, S_i]
-            self.losses[i - 1][..., units] = flat[:, at].permute(1, 2, 0)
-            self.drops[i - 1][..., units] = drops[:, starts + (i - 1)].T
+        held = (losses[:, : self.longest] / self.scale).half().flatten(1)
+        self._losses[:, units] = held.index_select(1, self._interval).T
+        self._drops[:, units] = (drops / self.scale).index_select(1, self._token).T
 
     def solve(self, price: float) -> tuple[int, list[Tensor]]:
         """Return the number of entries of the best partition at this price and, for each step, the length of the
@@ -69,7 +79,7 @@ class Slots:
             alive, reach = self.alive[i], self.reach[i]
             before = slice(i - reach, i)
             keep, which = (cost[before, :alive] + self.losses[i - 1]).min(0)
-            keep += price
+            keep += price / self.scale
             drop = cost[i - 1, :alive] + self.drops[i - 1]
             kept = keep <= drop
             cost[i, :alive] = torch.where(kept, keep, drop)
@@ -101,10 +111,7 @@ def solve_within(slots: Slots, budget: int, guess: float, steps: int) -> Solutio
 
     The price is found by bisection in the logarithm, sped up by interpolation, from `guess`; at most `steps` solutions
     are made. Prices at which the count jumps over the budget leave a rest unspent."""
-    count, choices = slots.solve(0.0)
-    if count <= budget:
-        return slots.trace(choices)
-    low, low_count = 0.0, count  # too many entries
+    low, low_count = 0.0, 0  # too many entries
     high, high_count, best = None, 0, None
     price = guess if guess > 0 else 1e-6
     for step in range(steps):
@@ -113,12 +120,14 @@ def solve_within(slots: Slots, budget: int, guess: float, steps: int) -> Solutio
             low, low_count = price, count
         else:
             high, high_count, best = price, count, choices
-            if budget - count <= budget // 1000:
+            # The rest is spent on single tokens, which is as good for so few.
+            if budget - count <= budget // 256 or price == 0:
                 break
         if high is None:
             price *= 8
-        elif low == 0.0:
-            price /= 8
+        elif low == 0:
+            # Far below the guess it is time to see whether entries that cost nothing fit as well.
+            price = 0.0 if step == 2 else high / 8
         elif step % 3 == 2 or low_count == high_count:
             price = (low * high) ** 0.5
         else:

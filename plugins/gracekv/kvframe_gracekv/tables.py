@@ -12,8 +12,8 @@ from kvframe.ops import IntervalTables, interval_distortion
 from kvframe.types import Observation
 from kvframe_gracekv.rows import Row, queries_at
 
-# Numbers of one working array, probes times tokens: enough to outweigh the cost of a call.
-_GROUP = 1 << 17
+# Numbers of one working array, probes times tokens: enough to outweigh the cost of a call, no more than memory allows.
+_GROUP = 1 << 16
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ def test_the_partition_is_the_best_of_all_at_every_price(lengths, units, longest
                 costs.append(value)
             best += min(costs)
             start += n
-    assert cost == pytest.approx(best, abs=1e-4)
+    # Losses are held in fp16: with errors of 2^-11 the best by them costs at most 1 + 2^-10 times the best.
+    assert cost == pytest.approx(best, rel=2**-9, abs=1e-6)
 
 
 @settings(max_examples=30, deadline=None)
