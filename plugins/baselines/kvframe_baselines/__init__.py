@@ -10,6 +10,7 @@ from kvframe import hookimpl
 from kvframe.stages import Stage
 from kvframe_baselines.adaptive import Ada
 from kvframe_baselines.attention_scorers import H2O, TOVA, SnapKV
+from kvframe_baselines.cam import CaM
 from kvframe_baselines.chunk import Chunk
 from kvframe_baselines.d2o import D2O
 from kvframe_baselines.expected_attention import ExpectedAttention
@@ -22,7 +23,7 @@ from kvframe_baselines.pyramid import Pyramid
 from kvframe_baselines.rotation import Rotation
 
 SCORERS: tuple[type[Stage], ...] = (Streaming, H2O, SnapKV, TOVA, KeyNorm, KeyDiff, ExpectedAttention)
-ALLOCATORS: tuple[type[Stage], ...] = (Pyramid, Ada, Chunk, GlobalTopK, D2O)
+ALLOCATORS: tuple[type[Stage], ...] = (Pyramid, Ada, Chunk, GlobalTopK, D2O, CaM)
 ENCODERS: tuple[type[Stage], ...] = (Kivi, PerToken, Rotation)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -60,6 +60,27 @@ def join_rows(
         optional(first.log_multiplicity, second.log_multiplicity),
         optional(first.positions, second.positions),
     )
+
+
+def select_rows(
+    codes: Encoded, rows: Sequence[int], batch: int, planes: tuple[str, ...], done: Mapping[str, Tensor] | None = None
+) -> Encoded:
+    """The codes of these batch rows alone. `planes` and `done` as for `join_rows`."""
+    runs = runs_of(codes.bounds)
+    picked = pairs_of(codes, rows, batch)
+    found = {
+        name: done[name]
+        if done is not None and name in done
+        else (runs.select if name in planes else runs.select_rows)(tensor, picked)
+        for name, tensor in codes.codes.items()
+    }
+    return codes.pick(rows, batch, found)
+
+
+def pairs_of(codes: Encoded, rows: Sequence[int], batch: int) -> list[int]:
+    """The (b, h) of these batch rows."""
+    heads = (len(codes.bounds) - 1) // batch
+    return [row * heads + head for row in rows for head in range(heads)]
 
 
 def encoded(entries: Entries, codes: Mapping[str, Tensor], layout: str) -> Encoded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from kvframe.ops import bitpack
 from kvframe.stages import Encoder
 from kvframe.types import Encoded, Entries, ModelInfo
 from kvframe_baselines.affine import affine_codes, affine_values
-from kvframe_baselines.blocks import decoded, encoded, join_rows, pack_rows, runs_of, unpack_rows
+from kvframe_baselines.blocks import decoded, encoded, join_rows, pack_rows, runs_of, select_rows, unpack_rows
 
 SIDES = ("keys", "values")
 
@@ -46,6 +47,10 @@ class PerToken(Encoder):
     def join(self, first: Encoded, second: Encoded, state: Any) -> Encoded:
         """Rows behind rows; nothing is coded anew."""
         return join_rows(first, second, SIDES)
+
+    def select(self, encoded: Encoded, rows: Sequence[int], batch: int, state: Any) -> Encoded:
+        """See Encoder.select."""
+        return select_rows(encoded, rows, batch, SIDES)
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
         """Return `bits` a channel and 32 for each key and each value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,7 +13,16 @@ from kvframe.ops import bitpack
 from kvframe.stages import Encoder
 from kvframe.types import Encoded, Entries, ModelInfo
 from kvframe_baselines.affine import affine_codes, affine_values
-from kvframe_baselines.blocks import decoded, encoded, join_rows, pack_rows, runs_of, unpack_rows
+from kvframe_baselines.blocks import (
+    decoded,
+    encoded,
+    join_rows,
+    pack_rows,
+    pairs_of,
+    runs_of,
+    select_rows,
+    unpack_rows,
+)
 
 
 class Kivi(Encoder):
@@ -89,14 +99,21 @@ class Kivi(Encoder):
         runs = runs_of(first.bounds)
         if any(length % self.group for length in runs.lengths):
             return None
-        groups, more = (
-            bitpack.Runs(tuple(-(-length // self.group) for length in runs_of(e.bounds).lengths))
-            for e in (first, second)
-        )
+        groups, more = self._groups(first), self._groups(second)
         by_group = {
             name: groups.join_rows(first.codes[name], more, second.codes[name]) for name in ("key_low", "key_step")
         }
         return join_rows(first, second, ("keys", "values"), by_group)
+
+    def _groups(self, codes: Encoded) -> bitpack.Runs:
+        """The groups of keys of each (b, h)."""
+        return bitpack.Runs(tuple(-(-length // self.group) for length in runs_of(codes.bounds).lengths))
+
+    def select(self, encoded: Encoded, rows: Sequence[int], batch: int, state: Any) -> Encoded:
+        """See Encoder.select."""
+        groups, picked = self._groups(encoded), pairs_of(encoded, rows, batch)
+        by_group = {name: groups.select_rows(encoded.codes[name], picked) for name in ("key_low", "key_step")}
+        return select_rows(encoded, rows, batch, ("keys", "values"), by_group)
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
         """Return `bits` a channel, 32 a channel and group of keys, 32 a token and group of channels."""

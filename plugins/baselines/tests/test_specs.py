@@ -25,6 +25,7 @@ SPECS = {
     "chunkkv": ("baselines.snapkv", "baselines.chunk"),
     "globalkv": ("baselines.snapkv", "baselines.global_top_k"),
     "d2o": ("baselines.h2o", "baselines.d2o"),
+    "cam": ("baselines.h2o", "baselines.cam"),
 }
 CODES = {"kivi", "int4", "int2", "rotation"}
 STAGES = list(kvframe_baselines.kvframe_register_stages())
