@@ -180,5 +180,5 @@ def test_interval_sums_are_sums(tokens, longest, seed):
 
 
 def test_an_unknown_implementation_is_named():
-    with pytest.raises(InputError, match="no implementation 'cuda'; there are: auto, reference, fast, numba"):
+    with pytest.raises(InputError, match="no implementation 'cuda'; there are: auto, reference, fast, numba, triton"):
         interval_distortion(*make(1, 1, 2, 1, 4, 4, 1.0, False, 2), impl="cuda")

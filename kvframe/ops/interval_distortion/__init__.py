@@ -15,7 +15,7 @@ from kvframe.ops.interval_distortion.fast import gram_band
 from kvframe.ops.interval_distortion.tables import IntervalTables, interval_sums
 from kvframe.rope import Rope
 
-IMPLEMENTATIONS = ("reference", "fast", "numba")
+IMPLEMENTATIONS = ("reference", "fast", "numba", "triton")
 log = logging.getLogger("kvframe")
 
 
@@ -50,8 +50,8 @@ def interval_distortion(
 
     0 = exact, 1 = as bad as a dropped region. Source: GraceKV (Tian et al. 2026, arXiv 2608.07001), prototypes and
     distortion. `impl`: "reference" (fp64, interval by interval), "fast" (fp32 recurrences over all intervals of one
-    length at a time), "numba" (the same, compiled, on a CPU; needs numba) or "auto": numba on a CPU if it is installed,
-    else fast. Raises InputError for another name, or for numba where it cannot run."""
+    length at a time), "numba" (the same, compiled, on a CPU; needs numba), "triton" (on a GPU) or "auto": triton on a
+    GPU, numba on a CPU if it is installed, else fast. Raises InputError for another name, or one that cannot run."""
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise InputError(
             f"interval_distortion has no implementation '{impl}'; there are: auto, {', '.join(IMPLEMENTATIONS)}."
@@ -60,7 +60,7 @@ def interval_distortion(
         raise InputError("interval_distortion's numba path needs numba; install it, or use impl='auto'.")
     name = impl
     if impl == "auto":
-        name = "numba" if keys.device.type == "cpu" and compiled() else "fast"
+        name = "triton" if keys.is_cuda else "numba" if keys.device.type == "cpu" and compiled() else "fast"
     return implementation(name)(keys, values, probes, weights, rope, scale, longest, mass_share, base, coherent)
 
 
