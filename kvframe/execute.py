@@ -60,7 +60,10 @@ def execute(plan: LayerPlan, layer: LayerObservation, positions: Tensor, rope: R
         order = torch.empty_like(source)
         order[entry] = torch.arange(entry.shape[0], device=entry.device)
         log_multiplicity = None if plan.multiplicity is None else plan.multiplicity.float().log()
-        return Entries(offsets, keys[source[order]], values[source[order]], log_multiplicity, at[order].int())
+        first = source[order]
+        return Entries(
+            offsets, keys.index_select(0, first), values.index_select(0, first), log_multiplicity, at[order].int()
+        )
 
     def pool(rows: Tensor, given: Tensor | None) -> Tensor:
         if given is None:
@@ -71,15 +74,17 @@ def execute(plan: LayerPlan, layer: LayerObservation, positions: Tensor, rope: R
     if where is None:
         total_position = torch.zeros(total, dtype=torch.float64, device=at.device).index_add_(0, entry, at.double())
         where = (total_position / size).round().long()  # [N]
-    plain = keys[source]
+    # Several times as fast on a CPU as indexing.
+    plain = keys.index_select(0, source)
     turned = rope.unrotate(plain, at) if plan.align_rope else plain.float()
     pooled_keys = pool(turned, plan.key_weight)
-    pooled_values = pool(values[source].float(), plan.value_weight)
+    plain_values = values.index_select(0, source)
+    pooled_values = pool(plain_values.float(), plan.value_weight)
     if plan.align_rope:
         pooled_keys = rope.rotate(pooled_keys, where)
     pooled_keys, pooled_values = pooled_keys.to(keys.dtype), pooled_values.to(values.dtype)
     alone = (size[entry] == 1) & (where[entry] == at)  # weights of a single token are 1: copy it unchanged
     pooled_keys[entry[alone]] = plain[alone]
-    pooled_values[entry[alone]] = values[source[alone]]
+    pooled_values[entry[alone]] = plain_values[alone]
     multiplicity = size.float() if plan.multiplicity is None else plan.multiplicity.float()
     return Entries(offsets, pooled_keys, pooled_values, multiplicity.log(), where.int())

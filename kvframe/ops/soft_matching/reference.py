@@ -28,7 +28,7 @@ def soft_matching(
         block = slice(begin, begin + step)
         source, target = sources[block], targets[block]
         at_source, at_target = source.clamp_min(0), target.clamp_min(0)
-        a, b = rows[at_source], rows[at_target]
+        a, b = gather(rows, at_source), gather(rows, at_target)
         if metric == "cosine":
             scores, slack = unit(a) @ unit(b).mT, rows.new_tensor(TIE)  # [p, a, b]
         else:
@@ -48,6 +48,11 @@ def soft_matching(
         likeness[block] = torch.where(matched, best.squeeze(-1).clamp_max(top), -torch.inf)
         partner[block] = torch.where(matched, target.gather(1, place), -1)
     return likeness, partner
+
+
+def gather(rows: Tensor, index: Tensor) -> Tensor:
+    """`rows[index]`, several times as fast on a CPU."""
+    return rows.index_select(0, index.flatten()).view(*index.shape, rows.shape[1])
 
 
 def unit(rows: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def cluster(work: Work, method: SoftMatching) -> Clusters:
             source, target, likeness, group = source[sure], target[sure], likeness[sure], group[sure]
         chosen = highest(likeness, group, torch.minimum(excess.clamp_min(0), cap))
         source, target = source[chosen], target[chosen]
-        sums.index_add_(0, target, sums[source])
+        sums.index_add_(0, target, sums.index_select(0, source))
         counts.index_add_(0, target, counts[source])
         into = torch.arange(len(unit), device=unit.device).index_copy_(0, source, target)
         owner = into[owner]
