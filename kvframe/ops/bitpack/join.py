@@ -14,14 +14,14 @@ def join(first: Tensor, rows_first: int, second: Tensor, rows_second: int) -> Te
 
     The lanes beyond the rows of either must be zero, as `pack` leaves them if its codes are. If `first` ends within a
     block, the second's planes are shifted into the lanes that are left: codes do not change."""
-    total = rows_first + rows_second
     begin, shift = divmod(rows_first, LANES)
     if shift == 0 or rows_second == 0:
         return torch.cat([first, second])
-    out = torch.zeros(-(-total // LANES) + 1, first.shape[1], dtype=torch.int64, device=first.device)
-    out[: len(first)] = first.long() & LOW
+    # Full blocks stay as they are, however many there are.
+    blocks = -(-(shift + rows_second) // LANES)
+    out = torch.zeros(len(second) + 1, first.shape[1], dtype=torch.int64, device=first.device)
+    out[0] = first[begin].long() & LOW
     lanes = second.long() & LOW
-    out[begin : begin + len(second)] |= (lanes << shift) & LOW
-    out[begin + 1 : begin + 1 + len(second)] |= lanes >> (LANES - shift)
-    out = out[: -(-total // LANES)]
-    return torch.where(out >= 1 << 31, out - (1 << 32), out).int()
+    out[:-1] |= (lanes << shift) & LOW
+    out[1:] |= lanes >> (LANES - shift)
+    return torch.cat([first[:begin], torch.where(out >= 1 << 31, out - (1 << 32), out)[:blocks].int()])

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvframe.errors import StageError
 from kvframe.ops import bitpack
 from kvframe.types import Encoded, Entries, storage_bytes
-from kvframe_aatc.layout import gather, group_runs, pack_positions, pick, scatter, unpack_positions, windows
+from kvframe_aatc.layout import continued, gather, group_runs, pack_positions, pick, scatter, unpack_positions, windows
 from kvframe_aatc.states import LayerState
 
 # Rows of each (batch row, group of heads) rebuilt at once: what a decode step needs beside the codes.
@@ -93,8 +93,7 @@ def join(first: Encoded, second: Encoded, state: LayerState) -> Encoded | None:
     codes = {key: torch.cat(pieces) for key, pieces in words.items()}
     codes |= {key: every.join_rows(first.codes[key], added, second.codes[key]) for key in ROW_CODES}
     if state.rope is not None:
-        rows = [unpack_positions(e.codes["starts"], _distances(e), r) for e, r in ((first, every), (second, added))]
-        codes |= _positions(every.join_rows(rows[0], added, rows[1]), every + added)
+        codes |= _join_positions(first, every, second, added)
     multiplicity = None
     if first.log_multiplicity is not None or second.log_multiplicity is not None:
         multiplicity = _join_multiplicity(first, second)
@@ -146,6 +145,16 @@ def _distances(encoded: Encoded) -> Tensor:
 def _positions(positions: Tensor, runs: bitpack.Runs) -> dict[str, Tensor]:
     starts, distances = pack_positions(positions, runs)
     return {"starts": starts, "distances": distances} if distances.numel() else {"starts": starts}
+
+
+def _join_positions(first: Encoded, runs: bitpack.Runs, second: Encoded, more: bitpack.Runs) -> dict[str, Tensor]:
+    """The positions of both."""
+    if "distances" not in first.codes and "distances" not in second.codes:
+        starts = continued(first.codes["starts"], runs, second.codes["starts"], more)
+        if starts is not None:
+            return {"starts": starts}
+    mine, theirs = (unpack_positions(e.codes["starts"], _distances(e), r) for e, r in ((first, runs), (second, more)))
+    return _positions(runs.join_rows(mine, more, theirs), runs + more)
 
 
 def _join_multiplicity(first: Encoded, second: Encoded) -> Tensor:

@@ -86,6 +86,23 @@ def pack_positions(positions: Tensor, runs: bitpack.Runs) -> tuple[Tensor, Tenso
     return lowest.int(), torch.cat(planes, 1)
 
 
+def continued(starts: Tensor, runs: bitpack.Runs, more_starts: Tensor, more: bitpack.Runs) -> Tensor | None:
+    """The joined blocks' starts, if every run's positions count up by one from its last block through all that is
+    appended to it; None if not. Then no position need be unpacked. `starts [M]`, `more_starts [M']`."""
+    if 0 in runs.lengths or 0 in more.lengths:
+        return None
+    last = torch.tensor(runs.blocks, device=starts.device).cumsum(0) - 1
+    held = torch.tensor([1 + (n - 1) % bitpack.LANES for n in runs.lengths], device=starts.device)
+    numbers = torch.cat([torch.arange(n, device=starts.device) for n in more.blocks])
+    expected = (starts[last] + held).repeat_interleave(torch.tensor(more.blocks, device=starts.device))
+    if not torch.equal((expected + bitpack.LANES * numbers).to(more_starts), more_starts):
+        return None
+    pieces, both = starts.split(runs.blocks), (runs + more).blocks
+    counted = bitpack.LANES * torch.arange(1, max(both) + 1, device=starts.device, dtype=starts.dtype)
+    joined = [x for piece, n in zip(pieces, both, strict=True) for x in (piece, piece[-1] + counted[: n - len(piece)])]
+    return torch.cat(joined)
+
+
 def unpack_positions(lowest: Tensor, distances: Tensor, runs: bitpack.Runs) -> Tensor:
     """The positions int64 `[R]` again."""
     blocks, width = distances.shape

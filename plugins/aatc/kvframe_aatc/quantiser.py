@@ -19,7 +19,9 @@ from kvframe.ops import bitpack, lloyd_max
 # 8-bit scales are logarithmic: 12 steps an octave, 127 steps to each side of the calibration's median; 0 is exact zero.
 STEPS_PER_OCTAVE = 12
 MIDDLE = 128
+# Few values, or many borders, are quicker searched for than compared one border after the other.
 COMPARED = 5
+SEARCHED = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,9 +158,8 @@ class Channels:
 def _cell(x: Tensor, width: int) -> Tensor:
     """The cell of a normal variable's quantiser that each `x` lies in."""
     borders = _borders(width, x.device)
-    if width > COMPARED:
+    if x.numel() <= SEARCHED or width > COMPARED:
         return torch.bucketize(x, borders, out_int32=True)
-    # A few comparisons, eight bits wide, are quicker than a search.
     cell = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for border in borders:
         cell += x > border

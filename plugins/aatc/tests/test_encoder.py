@@ -171,6 +171,29 @@ def test_a_projections_bias_stays_out_of_the_code():
     assert error["int2"] > 5
 
 
+@pytest.mark.parametrize("first", [[32, 64], [31, 33], [1, 40], [7, 0]])
+@pytest.mark.parametrize("gap", [0, 1, 40])
+def test_positions_of_joined_codes(first, gap):
+    stage, seen = Transform(), observation([60])
+    state = stage.fit(seen)[0]
+
+    def coded_at(positions: list[range]) -> Encoded:
+        counts = [len(p) for p in positions for _ in range(2)]
+        where = torch.cat([torch.tensor(p, dtype=torch.int32) for p in positions for _ in range(2)])
+        keys, values = torch.randn(2, len(where), 8)
+        return stage.encode(Entries(torch.tensor([0, *counts]).cumsum(0), keys, values, positions=where), state)
+
+    # The second row goes on where it ended, the first one after a gap.
+    more = [range(first[0] + gap, first[0] + gap + 70), range(first[1], first[1] + 33)]
+    joined = stage.join(coded_at([range(n) for n in first]), coded_at(more), state)
+    if joined is not None:
+        assert ("distances" in joined.codes) == (gap > 0 and first[0] % 32 > 0)
+        expected = [torch.tensor([*range(n), *m]).repeat(2) for n, m in zip(first, more, strict=True)]
+        assert torch.equal(stage.decode(joined, state).positions.long(), torch.cat(expected))
+    else:
+        assert gap > 0, "positions that go on take no more room together"
+
+
 def test_decoding_keeps_the_bytes_of_a_token_constant():
     model = tiny_model("llama")
     cache = kvframe.load("aatc", {**PROMPT, "decode.flush": 32}).cache(model)
