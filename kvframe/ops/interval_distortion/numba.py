@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba
@@ -46,39 +47,51 @@ def interval_distortion(
     multiplicity = torch.ones(units, longest, tokens)
     mass = torch.empty(units, tokens)
     index = torch.arange(tokens)
-    for unit in range(units):
-        k, v, q, w = (x[unit].float() for x in (keys, values, probes, weights))
-        q = q * scale
-        plain = rope.unrotate(k, index)
-        logits = q @ k.T  # [P, N]
-        total = logits.logsumexp(-1)
-        share = (logits - total[:, None]).exp()
-        mass[unit] = share.mean(0)
-        turned = turned_probes(q, longest, rope)  # [longest, P, D]
-        for begin in range(0, tokens, BLOCK):
-            # Intervals that begin in the block, and the tokens that they reach.
-            starts, here = min(BLOCK, tokens - begin), slice(begin, min(begin + BLOCK + longest - 1, tokens))
-            shifted = k[here] @ turned.flatten(0, 1).T  # [n, longest * P]
-            _fill(
-                shifted.unflatten(-1, (longest, -1)).numpy(),
-                total.numpy(),
-                share[:, here].T.contiguous().numpy(),
-                w[here].contiguous().numpy(),
-                gram_band(v[None, here], min(longest, here.stop - begin))[0].numpy(),
-                gram_band(plain[None, here], min(longest, here.stop - begin))[0].numpy(),
-                starts,
-                _f(mass_share),
-                _f(base),
-                coherent,
-                distortion[unit, :, begin : begin + starts].numpy(),
-                multiplicity[unit, :, begin : begin + starts].numpy(),
-            )
+    threads = torch.get_num_threads()
+    # The compiled part lets go of Python's lock, so plain threads share it out; what is alive grows with their number.
+    with ThreadPoolExecutor(threads) as pool:
+        for first in range(0, units, threads):
+            jobs: list[tuple[Any, ...]] = []
+            for unit in range(first, min(first + threads, units)):
+                k, v, q, w = (x[unit].float() for x in (keys, values, probes, weights))
+                q = q * scale
+                plain = rope.unrotate(k, index)
+                logits = q @ k.T  # [P, N]
+                total = logits.logsumexp(-1)
+                share = (logits - total[:, None]).exp()
+                mass[unit] = share.mean(0)
+                turned = turned_probes(q, longest, rope)  # [longest, P, D]
+                for begin in range(0, tokens, BLOCK):
+                    # Intervals that begin in the block, and the tokens that they reach.
+                    starts, here = min(BLOCK, tokens - begin), slice(begin, min(begin + BLOCK + longest - 1, tokens))
+                    reach = min(longest, here.stop - begin)
+                    shifted = k[here] @ turned.flatten(0, 1).T  # [n, longest * P]
+                    job = (
+                        shifted.unflatten(-1, (longest, -1)).numpy(),
+                        total.numpy(),
+                        share[:, here].T.contiguous().numpy(),
+                        w[here].contiguous().numpy(),
+                        gram_band(v[None, here], reach)[0].numpy(),
+                        gram_band(plain[None, here], reach)[0].numpy(),
+                        starts,
+                        _f(mass_share),
+                        _f(base),
+                        coherent,
+                        distortion[unit, :, begin : begin + starts].numpy(),
+                        multiplicity[unit, :, begin : begin + starts].numpy(),
+                    )
+                    if threads == 1:
+                        _fill(*job)
+                    else:
+                        jobs.append(job)
+            list(pool.map(lambda job: _fill(*job), jobs))
     return IntervalTables(distortion, multiplicity, mass)
 
 
 def _compile(function: Any) -> Any:
     # Sums over probes may be reordered, so that lanes can be probes; infinities and NaN keep their meaning.
-    return numba.njit(cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, error_model="numpy")(function)
+    relaxed = {"reassoc", "contract", "arcp", "nsz"}
+    return numba.njit(cache=True, nogil=True, fastmath=relaxed, error_model="numpy")(function)
 
 
 @_compile

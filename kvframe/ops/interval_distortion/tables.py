@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 # Least mass, and its square, that an error is held against: masses are shares of 1, so far below any that counts.
@@ -32,9 +31,10 @@ class IntervalTables:
 def interval_sums(tokens: Tensor, longest: int) -> Tensor:
     """Return `[..., longest, N]`: the sum of `tokens [..., N]` over `[a, a + n)` at `[n - 1, a]`, by additions only;
     intervals that reach over the end are cut there."""
-    sums = [tokens]
+    sums = tokens.new_empty(*tokens.shape[:-1], longest, tokens.shape[-1])
+    sums[..., 0, :] = tokens
     for length in range(2, longest + 1):
-        grown = sums[-1].clone()
-        grown[..., : max(0, tokens.shape[-1] - length + 1)] += tokens[..., length - 1 :]
-        sums.append(grown)
-    return torch.stack(sums, -2)
+        now = sums[..., length - 1, :]
+        now[:] = sums[..., length - 2, :]
+        now[..., : max(0, tokens.shape[-1] - length + 1)] += tokens[..., length - 1 :]
+    return sums

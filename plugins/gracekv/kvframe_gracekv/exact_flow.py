@@ -99,9 +99,8 @@ class ExactFlow(Allocator):
                 drops[units] = table.mass * weight
                 losses = table.distortion * weight[..., None]
             else:
-                mass = interval_sums(table.mass, table.distortion.shape[1])
-                worth = interval_sums(drops[units], table.distortion.shape[1])
-                losses = table.distortion * (worth / mass.clamp_min(1e-30))
+                mass = interval_sums(table.mass, table.distortion.shape[1]).clamp_min_(1e-30)
+                losses = interval_sums(drops[units], table.distortion.shape[1]).div_(mass).mul_(table.distortion)
                 losses[:, 0] = 0
             slots.fill(units, losses, drops[units])
         guess = float(drops.flatten().topk(max(1, min(budget, drops.numel()))).values[-1])

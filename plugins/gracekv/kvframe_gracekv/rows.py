@@ -51,6 +51,13 @@ def first_of_last(valid: Tensor, count: int) -> int:
     return int(last[0]) if len(last) else int(valid[-1]) + 1 if len(valid) else 0
 
 
+def pick(tensor: Tensor, columns: Tensor, dim: int) -> Tensor:
+    """`tensor` at the `columns` of dimension `dim`: a view if they follow each other, else a copy."""
+    if len(columns) and bool((columns.diff() == 1).all()):
+        return tensor.narrow(dim, int(columns[0]), len(columns))
+    return tensor.index_select(dim, columns)
+
+
 def check_consecutive(observation: Observation, row: Row, owner: str) -> None:
     """Raise StageError unless the positions of the body grow by one from token to token."""
     steps = observation.positions[row.index, row.body].diff()
@@ -77,14 +84,14 @@ def queries_at(observation: Observation, layer: int, row: Row, columns: Tensor, 
         raise StageError(
             f"'{owner}' needs the queries of the prompt, but the observation has none; capture what it `needs`."
         )
-    return queries[row.index][:, columns - (tokens - queries.shape[2])].float(), columns
+    return pick(queries[row.index], columns - (tokens - queries.shape[2]), 1).float(), columns
 
 
 def attention_at(observation: Observation, layer: int, row: Row, columns: Tensor, owner: str) -> Tensor:
     """Return fp32 `[Hq, P, n]`: the causal softmax of the observed queries at `columns` over the row's valid tokens."""
     model = observation.model
     queries, columns = queries_at(observation, layer, row, columns, owner)
-    keys = observation.layers[layer].keys[row.index][:, row.valid].float()  # [H, n, D]
+    keys = pick(observation.layers[layer].keys[row.index], row.valid, 1).float()  # [H, n, D]
     packed = queries.reshape(model.kv_heads, -1, model.head_dim) * model.scale  # [H, G*P, D]
     logits = (packed @ keys.mT).view(model.query_heads, len(columns), len(row.valid))
     hidden = row.valid[None] > columns[:, None]

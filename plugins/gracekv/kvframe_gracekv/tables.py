@@ -10,10 +10,15 @@ from torch import Tensor
 
 from kvframe.ops import IntervalTables, interval_distortion
 from kvframe.types import Observation
-from kvframe_gracekv.rows import Row, queries_at
+from kvframe_gracekv.rows import Row, pick, queries_at
 
 # Numbers of one working array, probes times tokens: enough to outweigh the cost of a call, no more than memory allows.
-_GROUP = 1 << 16
+_GROUP = 1 << 15
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The parts behind each other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,12 @@ def layer_tables(
             )  # [H, P, D]
         seen = [observation.layers[layer] for layer in layers]
         keys, values = (
-            torch.cat([getattr(x, name)[row.index][:, row.body] for x in seen]) for name in ("keys", "values")
+            joined([pick(getattr(x, name)[row.index], row.body, 1) for x in seen]) for name in ("keys", "values")
         )
         table = interval_distortion(
             keys,
             values,
-            torch.cat(queries),
+            joined(queries),
             scores[first : first + len(layers)].flatten(0, 1),
             model.rope,
             model.scale,

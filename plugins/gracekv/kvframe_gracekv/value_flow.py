@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvframe.stages import Scorer
 from kvframe.types import Needs, Observation, Segments
-from kvframe_gracekv.rows import Row, attention_at, rows
+from kvframe_gracekv.rows import Row, attention_at, pick, rows
 
 _EPS = 1e-12
 
@@ -79,11 +79,11 @@ class ValueFlow(Scorer):
     def _row(self, observation: Observation, row: Row) -> Tensor:
         """`[L, H, N]` over the body of one row."""
         model = observation.model
-        inside = torch.isin(row.valid, row.body)
+        inside = torch.isin(row.valid, row.body).nonzero()[:, 0]
         direct = []
         for layer in range(model.layers):
-            attention = attention_at(observation, layer, row, row.probes, self.name)[..., inside]  # [Hq, P, N]
-            direct.append(attention.sum(1).unflatten(0, (model.kv_heads, -1)).sum(1))
+            attention = attention_at(observation, layer, row, row.probes, self.name)  # [Hq, P, n]
+            direct.append(pick(attention, inside, 2).sum(1).unflatten(0, (model.kv_heads, -1)).sum(1))
         relevance = torch.stack(direct)  # [L, H, N]
         if self.pool_width > 1:
             pooled = torch.nn.functional.avg_pool1d(relevance, self.pool_width, 1, self.pool_width // 2)
@@ -111,10 +111,8 @@ class ValueFlow(Scorer):
             spent[chosen] = True
             reached = torch.zeros_like(total)
             for layer in layers:
-                attention = attention_at(observation, layer, row, row.body[chosen], self.name)[
-                    ..., inside
-                ]  # [Hq, S, N]
-                reached += weight @ attention.sum(0)  # [S] @ [S, N]
+                attention = attention_at(observation, layer, row, row.body[chosen], self.name)  # [Hq, S, n]
+                reached += weight @ pick(attention, inside, 2).sum(0)  # [S] @ [S, N]
             mass = reached.masked_fill(spent, 0)
             total += self.decay**hop * mass
         return normalised(total)
