@@ -22,8 +22,8 @@ from kvframe_gracekv.sensitivity import Sensitivity, head_sensitivity
 from kvframe_gracekv.tables import Loss, layer_tables
 from kvframe_gracekv.trees import SplitRule, Trees, cut_thresholds, grow, join
 
-# Numbers of the interval table held at a time (64 MiB of fp32), unless one layer has more.
-_TABLE = 1 << 24
+# Numbers of the interval table held at a time (16 MiB of fp32), unless one layer has more.
+_TABLE = 1 << 22
 
 
 class BudgetFlow(Allocator):

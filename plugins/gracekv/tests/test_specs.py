@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvframe
 import kvframe_gracekv
-from kvframe.errors import BudgetError, InputError
+from kvframe.errors import BudgetError, InputError, ModelError
 from kvframe.registry import build, registry
 from kvframe.spec import validate_spec
 
@@ -143,3 +143,22 @@ def test_bad_input_is_one_sentence(model):
     short, cache = generate(model, batch([9]), kvframe.load("gracekv", {**SMALL, "budget.ratio": 1.2}))
     assert short.shape == (1, 6)  # shorter than a slot
     assert cache.report().entry_ratio >= 1.2
+
+
+def test_a_question_longer_than_the_context_or_all_there_is(model):
+    pipeline, inputs = kvframe.load("gracekv-paper", SMALL), batch([40])
+    _, cache = generate(model, inputs, kvframe.load("gracekv", {**SMALL, "protect.recent": 3}), suffix_length=24)
+    assert cache.report().entry_ratio >= 2.5
+    out, cache = generate(model, inputs, pipeline, suffix_length=40)
+    assert out.shape == (1, 6)
+    assert any(note.startswith("nothing was compressed") for note in cache.report().notes)
+
+
+def test_models_that_cannot_be_observed_are_named(model, monkeypatch):
+    pipeline, inputs = kvframe.load("gracekv-paper", SMALL), batch([40])
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    with torch.no_grad(), pytest.raises(ModelError, match="Surprisal needs input_ids, but the model was called with"):
+        model(inputs_embeds=embeds, cache=pipeline.cache(model))
+    monkeypatch.setattr(model, "get_decoder", torch.nn.Identity)
+    with pytest.raises(ModelError, match=r"hidden states of LlamaForCausalLM cannot be captured: it has no list of"):
+        pipeline.cache(model)
