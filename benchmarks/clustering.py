@@ -256,13 +256,17 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
         "full attention": {"nll": windowed(model, ids, prompt, None)},
         "moving window": {"nll": windowed(model, ids, prompt, args.ratio)},
     }
-    for name in ("centroidkv", "centroidkv-paper", "streamingllm"):
-        pipeline = kvframe.load(name, {"budget.ratio": args.ratio, "decode.flush": args.flush})
+    again = {"allocator.recluster": True}
+    contenders = (("centroidkv", {}), ("centroidkv", again), ("centroidkv-paper", {}), ("streamingllm", {}))
+    for spec, extra in contenders:
+        name = spec if not extra else f"{spec} recluster"
+        pipeline = kvframe.load(spec, {"budget.ratio": args.ratio, "decode.flush": args.flush, **extra})
         cache = pipeline.cache(model)
         logits = model(ids[:, :prompt], cache=cache, logits_to_keep=1).logits[:, -1]
         units = cache.info.layers * cache.info.kv_heads
         recent = pipeline.spec.protect.recent
         nll, most, held = 0.0, 0.0, 0.0
+        begin = time.process_time()
         for index in range(new):
             token = ids[:, prompt + index]
             nll -= float(logits.log_softmax(-1)[0, token])
@@ -275,12 +279,17 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
             held = (body + units * exact) / units
             if exact > recent + args.flush:
                 raise SystemExit(f"{name} holds {exact} exact tokens at step {index}")
-        rows[name] = {"nll": nll / new, "most_of_budget": round(most, 4), "entries_per_head": round(held, 1)}
+        rows[name] = {
+            "nll": nll / new,
+            "most_of_budget": round(most, 4),
+            "entries_per_head": round(held, 1),
+            "step_ms": round((time.process_time() - begin) * 1000 / new, 1),
+        }
     print(f"prompt {prompt}, answer {new}, ratio {args.ratio:g}, blocks of {args.flush}")
     for name, row in rows.items():
         row["nll"] = round(row["nll"], 4)
         budget = f", at most {row['most_of_budget']:.4f} of the budget at any step" if "most_of_budget" in row else ""
-        print(f"{name:18} NLL {row['nll']:.4f}{budget}")
+        print(f"{name:22} NLL {row['nll']:.4f}{budget}")
     return {"prompt": prompt, "new": new, "ratio": args.ratio, "flush": args.flush, "start": args.start, "specs": rows}
 
 

@@ -108,6 +108,31 @@ def fitted_recent(budget: Budget, protect: Protect, regions: Regions, model: Mod
     return recent if bool((recent < protect.recent).any()) else None
 
 
+def total_entries(
+    budget: Budget, context: Tensor, charged: Tensor, model: ModelInfo, itemsize: int, bits_per_entry: float
+) -> Tensor:
+    """Entries over all layers and heads that the budget allows, int64 `[B]`, of a context of `context` int64 `[B]`
+    entries, `charged` of them exact; more than there are if an absolute budget is larger. For the rest see
+    `entry_budget`."""
+    if budget.ratio is not None and budget.counts_entries:
+        return (context.double() / budget.ratio).floor().long()
+    if budget.entries is not None:
+        return torch.full_like(context, model.layers * model.kv_heads * budget.entries)
+    exact = 2 * model.head_dim * itemsize * 8  # bits of an entry that is not coded
+    bits = context.double() * exact / budget.ratio if budget.ratio is not None else float(int(budget.bytes or 0) * 8)
+    return charged + ((bits - charged.double() * exact) / bits_per_entry).floor().long()
+
+
+def block_entries(
+    budget: Budget, body: Tensor, model: ModelInfo, itemsize: int, bits_per_entry: float
+) -> Tensor | None:
+    """Entries for a later block or prompt of `body` int64 `[B]` entries whose protected ones are paid for: its share of
+    the ratio; None for a budget without one."""
+    if budget.ratio is None:
+        return None
+    return total_entries(budget, body, torch.zeros_like(body), model, itemsize, bits_per_entry).minimum(body)
+
+
 def entry_budget(
     budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits_per_entry: float
 ) -> tuple[Tensor, Tensor]:
@@ -119,21 +144,23 @@ def entry_budget(
     units = model.layers * model.kv_heads
     context, charged = units * regions.context, units * regions.charged
     body = units * regions.body.sum(1)
-    if budget.ratio is not None:
-        total = (context.double() / budget.ratio).floor().long()
-    elif budget.entries is not None:
-        total = torch.full_like(context, units * budget.entries)
-    else:
-        exact_bits = charged * (2 * model.head_dim * itemsize * 8)
-        total = charged + ((int(budget.bytes or 0) * 8 - exact_bits).double() / bits_per_entry).floor().long()
-    total = torch.minimum(total, context)
+    total = torch.minimum(total_entries(budget, context, charged, model, itemsize, bits_per_entry), context)
     short = (total < charged) & (body > 0)
     if bool(short.any()):
         row = int(short.nonzero()[0])
+        whose, exact = (
+            f"The budget of row {row} ({int(regions.context[row])} context tokens)",
+            int(regions.charged[row]),
+        )
+        if budget.counts_entries:
+            raise BudgetError(
+                f"{whose} is {int(total[row]) / units:.1f} entries per head, below its {exact} protected tokens; lower "
+                "budget.ratio (or give more), or lower protect.recent or protect.sink."
+            )
+        held = int(charged[row]) * 2 * model.head_dim * itemsize
         raise BudgetError(
-            f"The budget of row {row} ({int(regions.context[row])} context tokens) is {int(total[row]) / units:.1f} "
-            f"entries per head, below its {int(regions.charged[row])} protected tokens; lower budget.ratio (or give "
-            "more), or lower protect.recent or protect.sink."
+            f"{whose} buys less than the {exact} protected tokens, which take {held} bytes as they are; give more "
+            "bytes or a lower budget.ratio, or lower protect.recent or protect.sink."
         )
     left = torch.where(body > 0, total - charged, 0)
     return torch.minimum(left, body), torch.where(body > 0, total, context)

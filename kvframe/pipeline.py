@@ -18,6 +18,7 @@ from kvframe.errors import StageError
 from kvframe.execute import check_plan, execute
 from kvframe.ragged import append_part
 from kvframe.spec import PipelineSpec, read_spec
+from kvframe.split import QUERIES
 from kvframe.stages import Stage
 from kvframe.types import Encoded, Entries, LayerPlan, ModelInfo, Needs, Observation, Part, Plan, Segments, check_shape
 
@@ -53,17 +54,34 @@ class Pipeline:
 
     @cached_property
     def needs(self) -> Needs:
-        """What must be observed for all stages."""
-        return reduce(or_, (stage.needs for stage in self.stages))
+        """What must be observed for all stages, and to choose a width."""
+        needs = reduce(or_, (stage.needs for stage in self.stages))
+        return needs if len(self.variants) == 1 else needs | Needs(queries=QUERIES)
+
+    @cached_property
+    def variants(self) -> tuple[Pipeline, ...]:
+        """The pipelines to choose among, one for each width that the encoder leaves open; else this one alone."""
+        encoders = self.spec.encoder.widths()
+        if len(encoders) == 1:
+            return (self,)
+        return tuple(Pipeline(self.spec.model_copy(update={"encoder": each}), self.name) for each in encoders)
 
     def bind(self, model: ModelInfo) -> Any:
-        """Let every stage check the model; return what the encoder loaded for it. Raises what the stages raise."""
+        """Let every stage check the model; return what the encoder loaded for it, for each of several `variants` by
+        itself. Raises what the stages raise."""
+        if len(self.variants) > 1:
+            return [variant.bind(model) for variant in self.variants]
         return {stage.kind: stage.bind(model) for stage in self.stages}["encoder"]
 
     def entry_bits(self, model: ModelInfo, itemsize: int) -> float:
         """Bits that one entry of the body costs: the encoder's, and the metadata that must be held with it."""
         bits = self.spec.encoder.bits_per_entry(model, itemsize)
-        return bits + 32 * self.spec.allocator.merges + 32 * self.spec.encoder.uses_positions
+        return bits + 32 * self.spec.allocator.merges + 32 * self.holds_positions
+
+    @property
+    def holds_positions(self) -> bool:
+        """Whether the body's entries keep their positions: for decoding, or to be grouped again."""
+        return self.spec.encoder.uses_positions or self.spec.allocator.regroups
 
     def plan(self, observation: Observation, budget: Tensor) -> Plan:
         """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate. Raises StageError, naming
@@ -122,7 +140,7 @@ class Pipeline:
                 parts = (exact_part(execute(kept, layer, observation.positions, observation.model.rope)),)
             entries = execute(plan.layers[index], layer, observation.positions, observation.model.rope)
             if len(entries.keys):
-                if not encoder.uses_positions:
+                if not self.holds_positions:
                     entries = replace(entries, positions=None)
                 encoded = returned(encoder, encoder.encode(entries, states[index]), Encoded)
                 check_encoded(encoded, entries, encoder)

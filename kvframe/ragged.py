@@ -10,8 +10,10 @@ from kvframe.types import Encoded, Part
 
 def append_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
     """Return `parts` with `new` behind them, joined to the last one if their encoder can do it: fewer parts mean fewer
-    kernel calls a step."""
-    if parts and parts[-1].encoder == new.encoder and parts[-1].state is new.state:
+    kernel calls a step. What has positions does not join what has none."""
+    last = parts[-1] if parts else new
+    alike = last.encoder == new.encoder and last.state is new.state
+    if parts and alike and (last.encoded.positions is None) == (new.encoded.positions is None):
         joined = new.encoder.join(parts[-1].encoded, new.encoded, new.state)
         if joined is not None:
             return (*parts[:-1], Part(joined, new.encoder, new.state))

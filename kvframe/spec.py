@@ -28,20 +28,34 @@ from kvframe.stages import Allocator, Encoder, Kernel, Scorer, Segmenter, Stage
 
 
 class Budget(BaseModel):
-    """How much may be held of the context; exactly one of the three."""
+    """How much may be held of the context; exactly one of ratio, entries and bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ratio: float | None = Field(None, ge=1, allow_inf_nan=False, description="Context entries / kept entries.")
+    ratio: float | None = Field(
+        None, ge=1, allow_inf_nan=False, description="Context entries / kept entries, or bytes / held bytes (`of`)."
+    )
+    of: Literal["entries", "bytes"] = Field(
+        "entries",
+        description="What the ratio is of: entries, or the bytes that the context takes in the model's dtype; the "
+        "encoder's declared bits say how many entries that buys.",
+    )
     entries: int | None = Field(None, ge=1, description="Entries per KV head, on average, the protected ones included.")
     bytes: ByteSize | None = Field(None, ge=1, description='Bytes for one sequence over all layers, e.g. "64MiB".')
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Budget:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        given = [name for name in ("ratio", "entries", "bytes") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of ratio, entries and bytes, not {' and '.join(given) or 'none'}")
+        if self.of == "bytes" and self.ratio is None:
+            raise ValueError(f"of: bytes belongs to a ratio, but {given[0]} is given; leave one of them out")
         return self
+
+    @property
+    def counts_entries(self) -> bool:
+        """Whether the budget counts entries; else bytes."""
+        return self.entries is not None or (self.ratio is not None and self.of == "entries")
 
 
 class Protect(BaseModel):
@@ -111,6 +125,11 @@ class PipelineSpec(BaseModel):
                 f"allocator '{allocator.name}' cannot run on blocks while decoding, but decode.flush is "
                 f"{self.decode.flush}; set decode.flush: null or choose an allocator that streams"
             )
+        if len(encoder.widths()) > 1 and (allocator.keeps_all or self.budget.counts_entries):
+            raise ValueError(
+                f"encoder '{encoder.name}' leaves its width open, which says how bytes are split between entries and "
+                "bits, but the budget is not one of bytes; set budget: {ratio: 8, of: bytes}, or one width"
+            )
         if allocator.keeps_all and self.budget.ratio != 1:
             raise ValueError(
                 f"allocator '{allocator.name}' keeps every entry, so the budget would be ignored; "
@@ -126,6 +145,9 @@ class PipelineSpec(BaseModel):
     def fingerprint(self) -> str:
         """12 hexadecimal digits that change when anything but the description does."""
         data = {key: value for key, value in self.dump().items() if key != "description"}
+        # What a ratio is of came later than the first measurements; those of entries are still found.
+        if self.budget.of == "entries":
+            data["budget"].pop("of")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -156,9 +156,13 @@ def _override(data: dict[str, Any], places: dict[Keys, str], path: str, value: A
         data[key] = data = dict(inner) if isinstance(inner, dict) else {} if inner is None else {"name": inner}
         places.setdefault(keys[: depth + 1], "override")
     other = len(parents) == 1 and parents[0] in STAGE_FIELDS and last == "name" and data.get("name") != value
-    if other or (parents == ["budget"] and last in BUDGETS):
-        # Another stage has other parameters, and the three budgets are alternatives.
+    if other:
+        # Another stage has other parameters.
         data.clear()
+    if parents == ["budget"] and last in BUDGETS:
+        # The three are alternatives; what a ratio is of stays with a ratio.
+        for name in (*BUDGETS, *(["of"] if last != "ratio" else [])):
+            data.pop(name, None)
     data[last] = value
     _forget(places, keys)
     places[keys] = "override"

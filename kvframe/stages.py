@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from kvframe.ragged import join_rows
-from kvframe.types import Encoded, Entries, ModelInfo, Needs, Observation, Part, Plan, Segments
+from kvframe.types import Encoded, Entries, ModelInfo, Needs, Observation, Part, Plan, Regrouping, Segments
 
 
 class Stage(BaseModel, ABC):
@@ -93,6 +93,17 @@ class Allocator(Stage):
         entries that each batch row may have over all layers and heads. Only tokens of `observation.body` may be
         assigned: core keeps the protected ones itself."""
 
+    @property
+    def regroups(self) -> bool:
+        """Whether the body is brought back within its budget by `regroup` after each later block or prompt. Those then
+        join it with as many entries as fit, and positions are held. Default: blocks are compressed once."""
+        return False
+
+    def regroup(self, body: Sequence[Entries], model: ModelInfo, budget: Tensor) -> Sequence[Regrouping]:
+        """Return which entries join, one Regrouping a layer, so that at most `budget` int64 `[B]` are left over all
+        layers and heads. `body` are the entries of each layer, decoded, with multiplicities and positions."""
+        raise NotImplementedError(f"{self.name} says that it regroups, but has no method regroup")
+
 
 class Encoder(Stage):
     """Maps entries to codes and back.
@@ -110,6 +121,12 @@ class Encoder(Stage):
     def uses_positions(self) -> bool:
         """Whether decoding needs the entries' positions, so that they must be held."""
         return False
+
+    def widths(self) -> Sequence[Encoder]:
+        """The encoders to choose among where the spec leaves the width open: this one with different bits. Under a
+        budget of bytes core tries each on the prompt and keeps the one that attention errs least with. Default: this
+        one."""
+        return (self,)
 
     @property
     def joins_heads(self) -> int:

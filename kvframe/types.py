@@ -254,6 +254,21 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
+class Regrouping:
+    """Which entries of one layer join, when a body is grouped again.
+
+    Attributes:
+        joins: int64 `[N]`, the new entry of each old one within its (b, h), counted from 0; -1 = dropped.
+        n_entries: int64 `[B, H]`, new entries.
+        align_rope: average keys before RoPE and rotate them to the new entry's position; else average them as held.
+    """
+
+    joins: Tensor
+    n_entries: Tensor
+    align_rope: bool = True
+
+
+@dataclass(frozen=True, eq=False)
 class Ragged:
     """Rows of all (b, h) behind each other; those of pair `i` are `offsets[i]:offsets[i+1]` (int64 `[B*H+1]`)."""
 

@@ -88,7 +88,7 @@ def test_messages():
         split_regions(valid, Protect(), 0, -1)
     with pytest.raises(BudgetError, match=r"row 0 \(40 context tokens\) is 10.0 entries per head, below its 36"):
         entry_budget(Budget(ratio=4), split_regions(valid, Protect()), info(), 4, 512)
-    with pytest.raises(BudgetError, match="below its 36 protected"):
+    with pytest.raises(BudgetError, match="buys less than the 36 protected"):
         entry_budget(Budget(bytes=100), split_regions(valid, Protect()), info(), 4, 512)
 
 
@@ -113,3 +113,35 @@ def test_a_small_budget_shortens_the_recent_window(settings, lengths, wanted):
         assert shortened.tail.sum(1).tolist() == wanted
         if "recent_share" in settings:
             entry_budget(Budget(ratio=10), split_regions(valid[:2], protect, recent=recent[:2]), model, 4, 512)
+
+
+@given(st.lists(st.integers(40, 300), min_size=1, max_size=3), st.floats(1, 12), st.floats(40, 4096))
+def test_a_ratio_of_bytes_buys_what_the_encoder_declares(lengths, ratio, bits):
+    """Protected tokens at full price and the body's at the encoder's: no more bytes than asked for, and not one entry
+    less than they buy. Beside it, the same number of bytes as an absolute budget."""
+    valid = torch.stack([torch.arange(300) >= 300 - length for length in lengths])
+    regions, model = split_regions(valid, Protect(sink=1, recent=2), prefix=3, suffix=4), info()
+    exact, itemsize = 8 * 2 * model.head_dim * 2, 2
+    body, total = entry_budget(Budget(ratio=ratio, of="bytes"), regions, model, itemsize, bits)
+    units = model.layers * model.kv_heads
+    for row, length in enumerate(lengths):
+        whole = units * (length - 7) * exact
+        spent = units * int(regions.charged[row]) * exact + int(body[row]) * bits
+        assert spent <= whole / ratio * (1 + 1e-9)
+        assert spent > whole / ratio - bits * (1 + 1e-9) or int(body[row]) == units * int(regions.body[row].sum())
+        assert int(total[row]) == int(body[row]) + units * int(regions.charged[row])
+    one = split_regions(valid[:1], Protect(sink=1, recent=2), prefix=3, suffix=4)
+    size = int(units * (lengths[0] - 7) * exact / ratio) // 8
+    same, _ = entry_budget(Budget(bytes=size), one, model, itemsize, bits)
+    assert 0 <= int(body[0]) - int(same[0]) <= 1 + 8 / bits
+
+
+def test_bytes_that_buy_less_than_what_is_protected():
+    regions = split_regions(torch.ones(1, 300, dtype=torch.bool), Protect(sink=4, recent=32))
+    for budget in (Budget(ratio=32, of="bytes"), Budget(bytes="1KiB")):
+        with pytest.raises(
+            BudgetError, match=r"buys less than the 36 protected tokens, which take .* bytes as they are"
+        ):
+            entry_budget(budget, regions, info(), 4, 100.0)
+    with pytest.raises(ValueError, match="of: bytes belongs to a ratio"):
+        Budget(entries=3, of="bytes")

@@ -26,12 +26,13 @@ class Contender:
 
     @property
     def budget(self) -> str:
-        """The budget in short: "4x" a ratio, "96 entries" a number of them per head, "64.0MiB" bytes, "all" none."""
+        """The budget in short: "4x" or "4x bytes" a ratio, "96 entries" a number of them per head, "64.0MiB" bytes,
+        "all" none."""
         spec = self.pipeline.spec
         if spec.allocator.keeps_all:
             return "all"
         if spec.budget.ratio is not None:
-            return f"{spec.budget.ratio:g}x"
+            return f"{spec.budget.ratio:g}x" + (" bytes" if spec.budget.of == "bytes" else "")
         if spec.budget.entries is not None:
             return f"{spec.budget.entries} entries"
         return "" if spec.budget.bytes is None else spec.budget.bytes.human_readable()

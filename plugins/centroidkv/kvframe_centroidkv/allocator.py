@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from kvframe.errors import InputError
 from kvframe.ops import select_top
 from kvframe.stages import Allocator
-from kvframe.types import LayerPlan, Observation, Plan, Segments
+from kvframe.types import Entries, LayerPlan, ModelInfo, Observation, Plan, Regrouping, Segments
+from kvframe_centroidkv.again import cluster_again
 from kvframe_centroidkv.partition import Partition
 from kvframe_centroidkv.passes import Work, cluster
 from kvframe_centroidkv.plans import plan_layers
@@ -85,6 +87,21 @@ class SoftMatching(Allocator):
         "point the same way, at least 1), or 1.",
     )
 
+    recluster: bool = Field(
+        False,
+        description="While an answer is written, cluster the whole body again with each block, weighted by counts, "
+        "within the budget for all tokens so far; else each block by itself, within its share.",
+    )
+
+    @model_validator(mode="after")
+    def _counts_are_held(self) -> SoftMatching:
+        if self.recluster and self.multiplicity != "count":
+            raise ValueError(
+                f"recluster weighs entries with their counts, but multiplicity {self.multiplicity} does not hold them; "
+                "set multiplicity: count, or recluster: false"
+            )
+        return self
+
     @model_validator(mode="after")
     def _thresholds_fit(self) -> SoftMatching:
         if self.schedule == "fraction":
@@ -128,6 +145,15 @@ class SoftMatching(Allocator):
         for begin in range(0, layers, step):
             plans += self._plan(observation, segments, targets, single, range(begin, min(begin + step, layers)))
         return Plan(tuple(plans))
+
+    @property
+    def regroups(self) -> bool:
+        """See Allocator.regroups."""
+        return self.recluster
+
+    def regroup(self, body: Sequence[Entries], model: ModelInfo, budget: Tensor) -> list[Regrouping]:
+        """See Allocator.regroup."""
+        return cluster_again(self, body, model, budget)
 
     def _plan(
         self, observation: Observation, segments: Segments, targets: Targets, single: Tensor, layers: range

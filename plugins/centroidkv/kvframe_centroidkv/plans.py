@@ -31,9 +31,7 @@ def plan_layers(
     size = torch.bincount(entry, minlength=len(unit))
     position = observation.positions[row, column].double()
     mean = torch.zeros(len(unit), dtype=torch.float64, device=entry.device).index_add_(0, entry, position) / size
-    order = mean.argsort(stable=True)
-    order = order[unit[order].argsort(stable=True)]
-    number = torch.empty_like(order).scatter_(0, order, places(unit[order])[1])  # [N] entry ids within their (b, h)
+    order, number = by_position(unit, mean)  # [N]
     assignment = torch.full(single.shape, -1, dtype=torch.int32, device=single.device)
     assignment.view(-1)[tokens_at] = number[entry].int()
     n_entries = torch.bincount(unit, minlength=layers * batch * heads).view(layers, batch, heads)
@@ -45,6 +43,14 @@ def plan_layers(
         LayerPlan(assignment[i], n_entries[i], multiplicity=per_layer[i], align_rope=method.rope == "pre")
         for i in range(layers)
     ]
+
+
+def by_position(unit: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """`(order, number)` int64 `[N]` of entries by `unit` and then by `position`: who comes at each place, and each
+    entry's number within its unit."""
+    order = position.argsort(stable=True)
+    order = order[unit[order].argsort(stable=True)]
+    return order, torch.empty_like(order).scatter_(0, order, places(unit[order])[1])
 
 
 def multiplicities(method: SoftMatching, clusters: Clusters, keys: Tensor, size: Tensor) -> Tensor | None:

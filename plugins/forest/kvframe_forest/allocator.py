@@ -1,0 +1,131 @@
+"""The allocator."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvframe.errors import InputError
+from kvframe.stages import Allocator
+from kvframe.types import LayerPlan, Needs, Observation, Plan, Segments
+from kvframe_forest.growth import grow, places
+from kvframe_forest.pruning import owners, prune
+
+
+class Pruned(Allocator):
+    """Merges tokens where it costs least, wherever that is, keeps those that cost too much, and drops those that are
+    worth least.
+
+    A token of a head is a point: its key before RoPE, each pair of channels scaled by the size that the observed
+    queries have there, beside its value, relative to the size of values (`value_share`). Its weight is the scorer's
+    share of the head, mixed with a uniform one (`base`). An entry for several tokens costs
+
+        omega * sum of w_t (|x_t - mean x|^2)        (mean weighted by w)
+
+    which is the expected squared error of its logits and of its output, seen from any distance. The passes of chunked
+    soft matching make a binary forest of possible entries. For a price of an entry its cheapest pruning is exact; one
+    price over all layers, heads and chunks meets the budget. A dropped token costs omega w_t `drop`. Source: own; the
+    matching of CentroidKV (arXiv 2506.11418), the exact budget of GraceKV's problem (arXiv 2608.07001)."""
+
+    paper: ClassVar[str] = "own, after CentroidKV, arXiv 2506.11418, and GraceKV, arXiv 2608.07001"
+    ragged: ClassVar[bool] = True
+    merges: ClassVar[bool] = True
+    streams: ClassVar[bool] = True
+
+    name: Literal["forest.pruned"] = "forest.pruned"
+    chunk: int = Field(256, ge=2, description="Nodes of a head among which partners are sought.")
+    passes: int = Field(16, ge=0, le=64, description="Passes of matching; 0 = tokens are kept or dropped, not merged.")
+    max_share: float = Field(0.5, gt=0, le=1, description="Share (0 to 1) of a row's sources that a pass may merge.")
+    queries: int = Field(64, ge=1, description="Last queries, whose sizes say which channels of keys matter.")
+    base: float = Field(0.3, gt=0, le=1, description="Uniform share of a token's weight; the rest is the scorer's.")
+    value_share: float = Field(0.5, ge=0, description="Weight of a value's relative squared error.")
+    drop: float = Field(1.0, gt=0, description="What a dropped token costs, relative to an error as large as itself.")
+    steps: int = Field(40, ge=1, description="Prices tried at most.")
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries."""
+        return Needs(queries=self.queries)
+
+    def allocate(self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor) -> Plan:
+        """Return a plan of exactly the budget, or of the whole body if that is smaller. Raises InputError, naming the
+        layer, if a key or a value is not finite."""
+        layers, batch, heads, tokens = observation.shape
+        body = observation.body
+        budget = torch.minimum(budget, layers * heads * body.sum(1))
+        free = body[None, :, None].expand(layers, batch, heads, tokens)
+        place = free.flatten().nonzero().squeeze(1)  # [M], by unit, then column
+        unit = place // tokens
+        row = unit // heads % batch
+        points = torch.cat([self._points(observation, index)[free[index]] for index in range(layers)])  # [M, 2D]
+        weight = self._weights(scores, body).flatten()[place].to(points.dtype)
+        forest = grow(points, weight, unit, row, self.chunk, self.passes, self.max_share)
+        row_of = torch.cat([row, *(row[:0].new_zeros(len(left)) for left, _ in forest.levels)])
+        begin = forest.leaves
+        for left, _ in forest.levels:
+            row_of[begin : begin + len(left)] = row_of[left]
+            begin += len(left)
+        choice = prune(forest, weight.double() * self.drop, row_of, budget, self.steps)
+        return self._plan(observation, owners(forest, choice), place, unit, weight)
+
+    def _points(self, observation: Observation, index: int) -> Tensor:
+        """The points `[B, H, T, 2D]` of a layer, fp32 (fp64 if its keys are)."""
+        model, layer = observation.model, observation.layers[index]
+        keys = model.rope.unrotate(layer.keys, observation.positions[:, None])
+        values = layer.values.to(keys.dtype)
+        mask = observation.body[:, None, :, None]
+        for name, tensor in (("keys", keys), ("values", values)):
+            if not bool(torch.where(mask, tensor, 0).isfinite().all()):
+                raise InputError(
+                    f"The {name} of layer {model.layer_ids[index]} are not finite, so they cannot be clustered; the "
+                    "model overflows: load it in bfloat16 or float32."
+                )
+        if layer.queries is None:
+            raise InputError(f"{self.name} needs the last queries; capture what it `needs`.")
+        size = self._query_sizes(observation, layer.queries.to(keys.dtype))  # [B, H, D]
+        keys = keys * (size.sqrt() * model.scale)[:, :, None]
+        norm = torch.where(mask, values, 0).square().sum((2, 3)) / observation.body.sum(1).clamp_min(1)[:, None]
+        values = values * (self.value_share / norm.clamp_min(1e-30)).sqrt()[:, :, None, None]
+        return torch.cat([keys, values], -1)
+
+    def _query_sizes(self, observation: Observation, queries: Tensor) -> Tensor:
+        """Mean square `[B, H, D]` of the last queries, the same for both channels of a pair: from afar a rotation mixes
+        them. Queries `[B, Hq, Tq, D]`; those of padding do not count."""
+        model = observation.model
+        queries = queries[:, :, -self.queries :]
+        seen = observation.valid[:, None, -queries.shape[2] :, None]
+        square = torch.where(seen, queries, 0).square().sum(2) / seen.sum(2).clamp_min(1)  # [B, Hq, D]
+        square = square.unflatten(1, (model.kv_heads, model.group)).mean(2)
+        half = len(model.rope.inv_freq)
+        both = (square[..., :half] + square[..., half : 2 * half]) / 2
+        return torch.cat([both, both, square[..., 2 * half :]], -1)
+
+    def _weights(self, scores: Tensor, body: Tensor) -> Tensor:
+        """Weights fp32 `[L, B, H, T]`, summing to 1 over the body of each head."""
+        count = body.sum(1).clamp_min(1)[None, :, None, None]
+        total = scores.sum(-1, keepdim=True)
+        share = torch.where(total > 0, scores / total.clamp_min(1e-30), 1 / count)
+        return (1 - self.base) * share + self.base / count
+
+    def _plan(self, observation: Observation, owner: Tensor, place: Tensor, unit: Tensor, weight: Tensor) -> Plan:
+        """One plan a layer; entries are numbered by the mean position of their tokens."""
+        layers, batch, heads, tokens = observation.shape
+        kept = (owner >= 0).nonzero().squeeze(1)
+        node, entry, size = owner[kept].unique(return_inverse=True, return_counts=True)
+        count, where = len(node), place[kept]
+        position = observation.positions[where // (tokens * heads) % batch, where % tokens].double()
+        mean = position.new_zeros(count).index_add_(0, entry, position) / size
+        of = unit.new_zeros(count).scatter_(0, entry, unit[kept])
+        order = mean.argsort(stable=True)
+        order = order[of[order].argsort(stable=True)]
+        number = torch.empty_like(order).scatter_(0, order, places(of[order]))
+        assignment = place.new_full((layers, batch, heads, tokens), -1, dtype=torch.int32)
+        assignment.view(-1)[where] = number[entry].int()
+        total = weight.new_zeros(count).index_add_(0, entry, weight[kept])
+        share = torch.zeros(assignment.shape, device=place.device)
+        share.view(-1)[where] = (weight[kept] / total[entry]).float()
+        n_entries = torch.bincount(of, minlength=layers * batch * heads).view(layers, batch, heads)
+        return Plan(tuple(LayerPlan(assignment[i], n_entries[i], share[i], share[i]) for i in range(layers)))
