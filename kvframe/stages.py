@@ -157,6 +157,14 @@ class Encoder(Stage):
         they must stay apart. Default: joined row by row if every code has one row an entry (`block` 1)."""
         return join_rows(first, second) if self.block == 1 else None
 
+    def attend(
+        self, query: Tensor, encoded: Encoded, state: Any, scale: float, impl: str
+    ) -> tuple[Tensor, Tensor] | None:
+        """Attend the codes where they lie; contract as `Kernel.attend`. `impl` says with what: "cpu" (numba, on a CPU)
+        or "triton". Return None where there is no such way: entries are then decoded and attended, unless the kernel
+        was asked for by name. Raise InputError for what this way cannot take. Default: None."""
+        return None
+
     @abstractmethod
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
         """Declared bits that one entry costs (key, value and what belongs to them, without multiplicity), for a model

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvframe.ops.ragged_attention import attend_codes
 from kvframe.stages import Encoder
 from kvframe.types import Encoded, Entries, ModelInfo
 
@@ -26,6 +27,12 @@ class Dense(Encoder):
         """Return the tensors themselves."""
         codes = encoded.codes
         return Entries(encoded.offsets, codes["keys"], codes["values"], encoded.log_multiplicity, encoded.positions)
+
+    def attend(
+        self, query: Tensor, encoded: Encoded, state: Any, scale: float, impl: str
+    ) -> tuple[Tensor, Tensor] | None:
+        """See Encoder.attend."""
+        return attend_codes(query, encoded, scale, impl)
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
         """Return `2 * D` values of the model's own width."""
@@ -50,6 +57,12 @@ class Int8(Encoder):
         keys, values = (codes[n].float() * codes[f"{n}_scale"].float() for n in ("keys", "values"))
         keys, values = keys.to(encoded.dtype), values.to(encoded.dtype)
         return Entries(encoded.offsets, keys, values, encoded.log_multiplicity, encoded.positions)
+
+    def attend(
+        self, query: Tensor, encoded: Encoded, state: Any, scale: float, impl: str
+    ) -> tuple[Tensor, Tensor] | None:
+        """See Encoder.attend."""
+        return attend_codes(query, encoded, scale, impl)
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
         """Return 8 bits a value and 16 for each of the two scales."""

@@ -1,18 +1,22 @@
-"""Kernels that decode a part and attend its entries."""
+"""Kernels that attend a part: decoded, or as its encoder can."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kvframe.errors import InputError
-from kvframe.ops import merge_attention, ragged_attention
+from kvframe.ops import merge_attention, native, ragged_attention
 from kvframe.stages import Kernel
 from kvframe.types import Part
 
-TRITON_FORMATS = ("dense", "int8")
+# A pass over entries pays off for few queries a KV head; many are a matrix product, which torch's libraries do best.
+FEW_QUERIES = 32
+# Below, a step's time is that of the calls, whatever they do.
+WORTH_A_KERNEL = 4096
 
 
 class Reference(Kernel):
@@ -37,32 +41,72 @@ class Sdpa(Kernel):
 
 
 class Triton(Kernel):
-    """Attends codes where they lie with one Triton loop and a loader for each format (dense, int8), split over entries,
-    the query heads of a group sharing each load. For CUDA devices."""
+    """Attends codes where they lie, split over entries, the query heads of a group sharing each load. For CUDA devices
+    and encoders that have a way in Triton (dense, int8 and more)."""
 
     name: Literal["triton"] = "triton"
 
     def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-        """See Kernel.attend. Raises InputError for a format without a loader or a device without Triton."""
-        return triton_attention(query, part, scale)
+        """See Kernel.attend. Raises InputError for an encoder without such a way, or a device without Triton."""
+        if not find_spec("triton"):
+            raise InputError(
+                "attention: triton needs the package 'triton', which is not installed; use attention: auto."
+            )
+        return _by_name(query, part, scale, "triton")
+
+
+class Cpu(Kernel):
+    """Attends codes where they lie in one pass on a CPU, ragged or not, without decoding them. Needs numba, and an
+    encoder that has a way of this kind (dense, int8 and more)."""
+
+    name: Literal["cpu"] = "cpu"
+
+    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+        """See Kernel.attend. Raises InputError without numba, for an encoder without such a way, or another device."""
+        if not native.available():
+            raise InputError(
+                f"attention: cpu needs the package 'numba', which is not installed; {native.INSTALL}, or use "
+                "attention: auto."
+            )
+        return _by_name(query, part, scale, "cpu")
 
 
 class Auto(Kernel):
-    """Picks the kernel for each part: `triton` on CUDA devices for the formats that it knows, else `sdpa`."""
+    """Picks the way for each part: as its encoder can on this device (`triton` on CUDA devices; `cpu` for a few queries
+    on many entries), else `sdpa`."""
 
     name: Literal["auto"] = "auto"
 
     def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
         """See Kernel.attend."""
-        if query.is_cuda and part.encoded.format in TRITON_FORMATS and find_spec("triton"):
-            return triton_attention(query, part, scale)
+        if impl := _impl(query, part):
+            try:
+                found = part.encoder.attend(query, part.encoded, part.state, scale, impl)
+            except InputError:  # a dtype or layout that only the decoded way can take
+                found = None
+            if found is not None:
+                return found
         return Sdpa().attend(query, part, scale)
 
 
-def triton_attention(query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    """The Triton kernel on a part. Triton is imported here, at its first use."""
-    if not find_spec("triton"):
-        raise InputError("attention: triton needs the package 'triton', which is not installed; use attention: auto.")
-    from kvframe.ops.ragged_attention.triton import ragged_attention as attend
+def _impl(query: Tensor, part: Part) -> str | None:
+    """Which way of the encoder's own suits the device and the sizes."""
+    if query.dtype == torch.float64:
+        return None
+    if query.is_cuda:
+        return "triton" if find_spec("triton") else None
+    if query.device.type != "cpu" or part.encoded.bounds[-1] < WORTH_A_KERNEL:
+        return None
+    batch, query_heads, length, _ = query.shape
+    few = batch * query_heads * length <= FEW_QUERIES * (len(part.encoded.bounds) - 1)
+    return "cpu" if few and native.available() else None
 
-    return attend(query, part.encoded, scale)
+
+def _by_name(query: Tensor, part: Part, scale: float, impl: str) -> tuple[Tensor, Tensor]:
+    found = part.encoder.attend(query, part.encoded, part.state, scale, impl)
+    if found is None:
+        raise InputError(
+            f"The {impl} kernel has no loader for the format '{part.encoded.format}' of the encoder "
+            f"'{part.encoder.name}'; use attention: auto."
+        )
+    return found

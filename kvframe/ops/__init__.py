@@ -1,7 +1,8 @@
 """Operations with a readable reference and faster implementations held against it."""
 
-from kvframe.ops import bitpack, lloyd_max
+from kvframe.ops import bitpack, lloyd_max, native
 from kvframe.ops.interval_distortion import IntervalTables, gram_band, interval_distortion, interval_sums
+from kvframe.ops.packed_attention import Packed, PackedRows, packed_attention
 from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragged_attention
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.ops.select_top import select_top
@@ -9,6 +10,8 @@ from kvframe.ops.soft_matching import soft_matching
 
 __all__ = [
     "IntervalTables",
+    "Packed",
+    "PackedRows",
     "bitpack",
     "dense_attention",
     "gram_band",
@@ -16,6 +19,8 @@ __all__ = [
     "interval_sums",
     "lloyd_max",
     "merge_attention",
+    "native",
+    "packed_attention",
     "ragged_attention",
     "segment_pool",
     "select_top",

@@ -1,5 +1,7 @@
 """Attention over ragged entries with log multiplicity, returned with its log-sum-exp, and the exact merge of parts."""
 
+from importlib import import_module
+
 from torch import Tensor
 
 from kvframe.errors import InputError
@@ -7,7 +9,7 @@ from kvframe.ops.ragged_attention.dense import dense_attention
 from kvframe.ops.ragged_attention.merge import merge_attention
 from kvframe.ops.ragged_attention.reference import ragged_attention as ragged_attention_reference
 from kvframe.ops.ragged_attention.sdpa import ragged_attention as ragged_attention_sdpa
-from kvframe.types import Entries
+from kvframe.types import Encoded, Entries
 
 IMPLEMENTATIONS = {"reference": ragged_attention_reference, "sdpa": ragged_attention_sdpa}
 
@@ -25,4 +27,14 @@ def ragged_attention(query: Tensor, entries: Entries, scale: float, impl: str = 
     return IMPLEMENTATIONS[name](query, entries, scale)
 
 
-__all__ = ["dense_attention", "merge_attention", "ragged_attention"]
+def attend_codes(query: Tensor, encoded: Encoded, scale: float, impl: str) -> tuple[Tensor, Tensor] | None:
+    """Attend codes of the formats "dense" and "int8" where they lie, with `impl` "cpu" or "triton"; None for another.
+
+    Raises InputError for what that implementation cannot take."""
+    if impl not in ("cpu", "triton"):
+        return None
+    module = import_module(f"{__name__}.{'numba' if impl == 'cpu' else impl}")
+    return module.ragged_attention(query, encoded, scale)
+
+
+__all__ = ["attend_codes", "dense_attention", "merge_attention", "ragged_attention"]

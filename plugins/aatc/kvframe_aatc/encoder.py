@@ -14,7 +14,7 @@ from torch import Tensor
 from kvframe.calibration import CalibratedEncoder
 from kvframe.errors import StageError
 from kvframe.types import Encoded, Entries, ModelInfo, Needs, Observation
-from kvframe_aatc import codec
+from kvframe_aatc import codec, codespace
 from kvframe_aatc.allocation import layer_targets
 from kvframe_aatc.moments import Moments
 from kvframe_aatc.states import Group, LayerState, Spending, coder, widths
@@ -199,6 +199,12 @@ class Transform(CalibratedEncoder):
     def tiles(self, encoded: Encoded, state: LayerState) -> Iterator[Entries]:
         """See Encoder.tiles."""
         return codec.tiles(encoded, state)
+
+    def attend(
+        self, query: Tensor, encoded: Encoded, state: LayerState, scale: float, impl: str
+    ) -> tuple[Tensor, Tensor] | None:
+        """See Encoder.attend: keys coded as cached are attended in code space."""
+        return None if state.rope is not None else codespace.attend(query, encoded, state.space, scale, impl)
 
     def join(self, first: Encoded, second: Encoded, state: LayerState) -> Encoded | None:
         """See Encoder.join."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from kvframe.rope import Rope
 from kvframe_aatc.allocation import allocate, high_rate, layer_targets, lower_hull
 from kvframe_aatc.coder import Coder
+from kvframe_aatc.codespace import Space, space
 from kvframe_aatc.quantiser import Channels
 from kvframe_aatc.tables import MAX_WIDTH, Side
 
@@ -30,6 +32,11 @@ class LayerState:
     groups: tuple[Group, ...]
     heads: int
     rope: Rope | None
+
+    @cached_property
+    def space(self) -> Space:
+        """The maps between heads and codes."""
+        return space([(group.keys, group.values) for group in self.groups], self.heads)
 
     @property
     def kv_heads(self) -> int:

@@ -1,0 +1,98 @@
+"""What is attended in code space, and where each pair's codes lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from kvframe.ops import lloyd_max
+from kvframe.ops.bitpack import LANES
+
+MAX_SEGMENTS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """The codes of one side, keys or values.
+
+    Attributes:
+        words: int32, group after group, each `[blocks, W]` as `ops.bitpack` packs it, segment after segment.
+        scales: one a row, group after group: bfloat16, or uint8 that index `scale_table`.
+        scale_table: fp32 `[groups, 256]`, or None.
+        segments: for each group its `(width, channels)` in the order of the words, widest first.
+        levels: codes stand for the Lloyd-Max levels of N(0, 1) of their width; False = for themselves.
+    """
+
+    words: Tensor
+    scales: Tensor
+    scale_table: Tensor | None
+    segments: tuple[tuple[tuple[int, int], ...], ...]
+    levels: bool
+
+    @property
+    def channels(self) -> int:
+        """The most channels of any group."""
+        return max(sum(count for _, count in segments) for segments in self.segments)
+
+    @property
+    def words_a_block(self) -> tuple[int, ...]:
+        """`W` of each group."""
+        return tuple(sum(width * count for width, count in segments) for segments in self.segments)
+
+    @property
+    def table(self) -> Tensor:
+        """The segments as int64 `[groups, 16, 2]`, zeros beyond."""
+        return _segment_table(self.segments, self.words.device)
+
+    def loaded(self, group: int, first: int, n: int) -> Tensor:
+        """The scales of `n` rows of a group, fp32."""
+        stored = self.scales[first : first + n]
+        return stored.float() if self.scale_table is None else self.scale_table[group, stored.long()]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """`lengths`: the rows of each pair, all groups of a batch row behind each other. `log_multiplicity` fp32, one an
+    entry; those of pair `p` and head `i` of its group begin at `offsets[p * heads + i]`."""
+
+    lengths: tuple[int, ...]
+    groups: int
+    heads: int
+    offsets: Tensor
+    log_multiplicity: Tensor | None
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks of each pair."""
+        return tuple(-(-n // LANES) for n in self.lengths)
+
+    def places(self, keys: Packed, values: Packed) -> list[tuple[int, int, int, int]]:
+        """For each pair its number of rows, its first row, and its first word of keys and of values."""
+        found: dict[int, tuple[int, int, int, int]] = {}
+        row, word = 0, [0, 0]
+        for group in range(self.groups):
+            for pair in range(group, len(self.lengths), self.groups):
+                n = self.lengths[pair]
+                found[pair] = (n, row, word[0], word[1])
+                row += n
+                for side, packed in enumerate((keys, values)):
+                    word[side] += -(-n // LANES) * packed.words_a_block[group]
+        return [found[pair] for pair in range(len(self.lengths))]
+
+
+@lru_cache(maxsize=1024)
+def _segment_table(segments: tuple[tuple[tuple[int, int], ...], ...], device: torch.device) -> Tensor:
+    out = torch.zeros(len(segments), MAX_SEGMENTS, 2, dtype=torch.int64)
+    for group, pairs in enumerate(segments):
+        for index, pair in enumerate(pairs):
+            out[group, index] = torch.tensor(pair)
+    return out.to(device)
+
+
+@cache
+def level_table(device: torch.device) -> Tensor:
+    """The Lloyd-Max levels of all widths, fp32: those of width `b` begin at `2 ** b - 1`."""
+    return torch.cat([lloyd_max.normal_levels(width).float() for width in range(17)]).to(device)
