@@ -145,10 +145,15 @@ class PipelineSpec(BaseModel):
     def fingerprint(self) -> str:
         """12 hexadecimal digits that change when anything but the description does."""
         data = {key: value for key, value in self.dump().items() if key != "description"}
-        # What a ratio is of came later than the first measurements; those of entries are still found.
+        # What was measured before a field came is still found: an empty list says nothing, nor does a ratio of entries.
+        data = {key: _without_empty(value) for key, value in data.items()}
         if self.budget.of == "entries":
             data["budget"].pop("of")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _without_empty(value: Any) -> Any:
+    return {key: inner for key, inner in value.items() if inner != []} if isinstance(value, dict) else value
 
 
 STAGE_DEFAULTS = {

@@ -35,6 +35,9 @@ class Transform(CalibratedEncoder):
 
     key_bits: float = Field(2.5, ge=0, le=16, description="Mean bits of a key's value.")
     value_bits: float = Field(2.5, ge=0, le=16, description="Mean bits of a value's value.")
+    search: tuple[float, ...] = Field(
+        (), description="Mean bits of keys and of values to choose among on each prompt, under a budget of bytes."
+    )
     key_shift: float = Field(0.25, description="Bits moved from each key's value to each value's value.")
     count_scales: bool = Field(True, description="Whether the means include the tokens' scales.")
     scale_bits: Literal[8, 16] = Field(16, description="Bits of a token's scale.")
@@ -70,6 +73,8 @@ class Transform(CalibratedEncoder):
     def _bits_fit(self) -> Transform:
         if isinstance(self.joint_heads, int) and self.joint_heads < 1:
             raise ValueError(f"joint_heads must be 'all' or at least 1, but is {self.joint_heads}")
+        for bits in self.search:
+            type(self)(**{**self.model_dump(exclude={"search"}), "key_bits": bits, "value_bits": bits})
         for name, mean in zip(("key_bits", "value_bits"), self.means, strict=True):
             if not 0 <= mean <= self.max_width:
                 raise ValueError(
@@ -77,6 +82,11 @@ class Transform(CalibratedEncoder):
                     f"outside 0 to max_width {self.max_width}"
                 )
         return self
+
+    def widths(self) -> Sequence[Transform]:
+        """See Encoder.widths: one encoder for each number in `search`."""
+        tried = sorted(set(self.search))
+        return [self.model_copy(update={"key_bits": b, "value_bits": b, "search": ()}) for b in tried] or [self]
 
     @property
     def means(self) -> tuple[float, float]:

@@ -240,11 +240,20 @@ def test_no_more_than_a_tile_is_rebuilt_at_once():
         ({"joint_heads": 0}, "joint_heads must be 'all' or at least 1"),
         ({"scale_bits": 12}, "8 or 16"),
         ({"rope": "both"}, "'pre' or 'post'"),
+        ({"search": [2, 17]}, "less than or equal to 16"),
+        ({"search": [2, 3]}, "leaves its width open"),
     ],
 )
 def test_wrong_fields_are_refused(settings, message):
     with pytest.raises(SpecError, match=message):
         kvframe.load("aatc", {f"encoder.{key}": value for key, value in settings.items()})
+
+
+def test_an_open_width_is_one_encoder_for_each_number():
+    assert Transform().widths() == [Transform()]
+    tried = Transform(search=(4, 2, 4), joint_heads=1).widths()
+    assert tried == [Transform(key_bits=b, value_bits=b, joint_heads=1) for b in (2, 4)]
+    assert len({stage.parameters for stage in tried}) == 1, "one calibration serves them all"
 
 
 def test_heads_that_do_not_divide_are_refused_before_the_prefill():
