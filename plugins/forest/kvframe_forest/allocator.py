@@ -23,11 +23,11 @@ class Pruned(Allocator):
     queries have there, beside its value, relative to the size of values (`value_share`). Its weight is the scorer's
     share of the head, mixed with a uniform one (`base`). An entry for several tokens costs
 
-        omega * sum of w_t (|x_t - mean x|^2)        (mean weighted by w)
+        sum of w_t |x_t - mean x|^2        (mean weighted by w)
 
-    which is the expected squared error of its logits and of its output, seen from any distance. The passes of chunked
+    which is the expected squared error of its logits, seen from any distance, and of its output. The passes of chunked
     soft matching make a binary forest of possible entries. For a price of an entry its cheapest pruning is exact; one
-    price over all layers, heads and chunks meets the budget. A dropped token costs omega w_t `drop`. Source: own; the
+    price over all layers, heads and chunks meets the budget. A dropped token costs w_t `drop`. Source: own; the
     matching of CentroidKV (arXiv 2506.11418), the exact budget of GraceKV's problem (arXiv 2608.07001)."""
 
     paper: ClassVar[str] = "own, after CentroidKV, arXiv 2506.11418, and GraceKV, arXiv 2608.07001"
@@ -94,9 +94,9 @@ class Pruned(Allocator):
     def _query_sizes(self, observation: Observation, queries: Tensor) -> Tensor:
         """Mean square `[B, H, D]` of the last queries, the same for both channels of a pair: from afar a rotation mixes
         them. Queries `[B, Hq, Tq, D]`; those of padding do not count."""
-        model = observation.model
-        queries = queries[:, :, -self.queries :]
-        seen = observation.valid[:, None, -queries.shape[2] :, None]
+        model, valid = observation.model, observation.valid[:, -queries.shape[2] :]
+        from_end = valid.flip(1).cumsum(1).flip(1)
+        seen = (valid & (from_end <= self.queries))[:, None, :, None]
         square = torch.where(seen, queries, 0).square().sum(2) / seen.sum(2).clamp_min(1)  # [B, Hq, D]
         square = square.unflatten(1, (model.kv_heads, model.group)).mean(2)
         half = len(model.rope.inv_freq)
