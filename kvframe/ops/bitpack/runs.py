@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,3 +72,13 @@ class Runs:
 
     def __add__(self, other: Runs) -> Runs:
         return Runs(tuple(a + b for a, b in zip(self.lengths, other.lengths, strict=True)))
+
+    def select(self, words: Tensor, runs: Sequence[int]) -> Tensor:
+        """Words `[M, …]` of these runs alone, in this order."""
+        pieces = words.split(self.blocks)
+        return torch.cat([pieces[run] for run in runs])
+
+    def select_rows(self, rows: Tensor, runs: Sequence[int]) -> Tensor:
+        """As `select`, for tensors with one entry `[R, …]` a row."""
+        pieces = rows.split(self.lengths)
+        return torch.cat([pieces[run] for run in runs])

@@ -22,7 +22,7 @@ from kvframe.ops.ragged_attention.numba import attended
 
 LANES = 32
 TILE = 16  # blocks attended at once: their weights stay in the first-level cache
-AT_ONCE = 9  # queries whose sums stay in registers
+AT_ONCE = (9, 8, 4, 3, 1)  # numbers of queries whose sums stay in registers; the first that divides is taken
 TREE = 4  # widths up to this have code of their own and choose among constants; wider ones look their level up
 FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 ROW = ir.VectorType(FLOAT, LANES)
@@ -179,14 +179,13 @@ def gather_segment(
 
 
 @cache
-def attend_kernel(queries: int, key_levels: bool, value_levels: bool):
-    """The kernel for so many queries a pair."""
-    at_once = max(n for n in range(1, AT_ONCE + 1) if queries % n == 0)
+def attend_kernel(at_once: int, key_levels: bool, value_levels: bool):
+    """The kernel that takes so many queries of a pair at once."""
     span = TILE * LANES
 
     def kernel(arguments):
         a = carray(arguments, (27,))
-        n_items, pairs, groups = a[1], a[2], a[4]
+        n_items, pairs, queries, groups = a[1], a[2], a[3], a[4]
         heads, key_channels, value_channels = a[7], a[8], a[9]
         items = carray(pointer(a[5]), (n_items, 3), np.int64)
         query = a[6]
@@ -345,7 +344,8 @@ def packed_attention(
         raise InputError(f"The cpu kernel runs on the CPU, but the query is on {query.device}; use attention: auto.")
     places, bounds = _places(rows.lengths, rows.groups, keys.words_a_block, values.words_a_block)
     query, constant = query.contiguous(), constant.contiguous()
-    kernel = attend_kernel(query.shape[1], keys.levels, values.levels)
+    at_once = next(n for n in AT_ONCE if query.shape[1] % n == 0)
+    kernel = attend_kernel(at_once, keys.levels, values.levels)
     given = (
         *(rows.heads, query.shape[2], values.channels, constant, places, keys.table, values.table),
         *(keys.words, values.words, keys.scales, values.scales, keys.scale_table, values.scale_table),
