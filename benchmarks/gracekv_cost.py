@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -101,7 +102,10 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=16)
     parser.add_argument("--repeat", type=int, default=3, help="runs; the median is printed")
     parser.add_argument("--plot", type=Path, help="image to draw (needs matplotlib)")
+    parser.add_argument("--torch", action="store_true", help="make the interval tables without numba")
     options = parser.parse_args()
+    if options.torch:
+        importlib.import_module("kvframe.ops.interval_distortion").compiled = lambda: False
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     model, tokenizer = load_model(options.model)
