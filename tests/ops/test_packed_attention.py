@@ -12,9 +12,9 @@ from kvframe.ops import Packed, PackedRows, bitpack, lloyd_max, native, packed_a
 # those are levels, 8-bit scales, log multiplicities
 CASES = {
     "one group": (1, 1, 3, 1, [70], [[1, 2, 3, 2, 5, 9]], [[1, 2, 3, 4, 2]], False, True, False, False),
-    "ragged": (2, 2, 1, 3, [0, 33, 700, 1], [[1, 2], [16, 3, 3]], [[4, 4, 6], [2]], False, True, True, True),
+    "ragged": (2, 2, 1, 3, [0, 33, 600, 1], [[1, 2], [16, 3, 3]], [[4, 4, 6], [2]], False, True, True, True),
     "no channel": (1, 1, 1, 3, [5], [[]], [[]], False, True, False, False),
-    "both levels": (1, 1, 3, 1, [1100], [[3] * 20], [[2, 1, 7]], True, True, False, True),
+    "both levels": (1, 1, 3, 1, [300], [[3] * 20], [[2, 1, 7] + [1] * 16], True, True, False, True),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -64,23 +65,40 @@ class PackedRows:
     offsets: Tensor
     log_multiplicity: Tensor | None
 
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Blocks of each pair."""
-        return tuple(-(-n // LANES) for n in self.lengths)
+    def places(self, keys: Packed, values: Packed) -> tuple[Tensor, tuple[int, ...]]:
+        """Where the pairs' codes begin: int64 `[P, 5]`, for each pair its number of rows, its first row, its first word
+        of keys and of values, and its first block among all pairs'; and the offsets of the pairs' blocks."""
+        device = self.offsets.device
+        return _places(self.lengths, self.groups, keys.words_a_block, values.words_a_block, device)
 
-    def places(self, keys: Packed, values: Packed) -> list[tuple[int, int, int, int]]:
-        """For each pair its number of rows, its first row, and its first word of keys and of values."""
-        found: dict[int, tuple[int, int, int, int]] = {}
-        row, word = 0, [0, 0]
-        for group in range(self.groups):
-            for pair in range(group, len(self.lengths), self.groups):
-                n = self.lengths[pair]
-                found[pair] = (n, row, word[0], word[1])
-                row += n
-                for side, packed in enumerate((keys, values)):
-                    word[side] += -(-n // LANES) * packed.words_a_block[group]
-        return [found[pair] for pair in range(len(self.lengths))]
+
+@lru_cache(maxsize=256)
+def _places(
+    lengths: tuple[int, ...], groups: int, keys: tuple[int, ...], values: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, tuple[int, ...]]:
+    bounds = [0, *accumulate(-(-n // LANES) for n in lengths)]
+    out = torch.zeros(len(lengths), 5, dtype=torch.int64)
+    row, key, value = 0, 0, 0
+    for group in range(groups):
+        for pair in range(group, len(lengths), groups):
+            out[pair] = torch.tensor([lengths[pair], row, key, value, bounds[pair]])
+            blocks = bounds[pair + 1] - bounds[pair]
+            row, key, value = row + lengths[pair], key + blocks * keys[group], value + blocks * values[group]
+    return out.to(device), tuple(bounds)
+
+
+@lru_cache(maxsize=1024)
+def channel_table(segments: tuple[tuple[tuple[int, int], ...], ...], device: torch.device) -> Tensor:
+    """For each channel its first word in a block, the distance of its planes, and its width: int32 `[groups, C, 3]`,
+    zeros beyond a group's channels."""
+    out = torch.zeros(len(segments), max(sum(c for _, c in pairs) for pairs in segments), 3, dtype=torch.int32)
+    for group, pairs in enumerate(segments):
+        channel, word = 0, 0
+        for width, count in pairs:
+            out[group, channel : channel + count, 0] = word + torch.arange(count)
+            out[group, channel : channel + count, 1:] = torch.tensor([count, width])
+            channel, word = channel + count, word + width * count
+    return out.to(device)
 
 
 @lru_cache(maxsize=1024)

@@ -4,10 +4,9 @@ to integers, and no sum runs across lanes except one for a channel and a tile.""
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
@@ -317,32 +316,13 @@ def attend_kernel(at_once: int, key_levels: bool, value_levels: bool):
     return compiled(kernel)
 
 
-@lru_cache(maxsize=256)
-def _places(
-    lengths: tuple[int, ...], groups: int, key_words: tuple[int, ...], value_words: tuple[int, ...]
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Where each pair's rows and words begin, int64 `[P, 5]` (see `PackedRows.places`; last, its first block among all
-    pairs), and the blocks' offsets over all pairs."""
-    bounds = [0]
-    for n in lengths:
-        bounds.append(bounds[-1] + -(-n // LANES))
-    out = torch.zeros(len(lengths), 5, dtype=torch.int64)
-    row, key, value = 0, 0, 0
-    for group in range(groups):
-        for pair in range(group, len(lengths), groups):
-            out[pair] = torch.tensor([lengths[pair], row, key, value, bounds[pair]])
-            blocks = bounds[pair + 1] - bounds[pair]
-            row, key, value = row + lengths[pair], key + blocks * key_words[group], value + blocks * value_words[group]
-    return out, tuple(bounds)
-
-
 def packed_attention(
     query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows
 ) -> tuple[Tensor, Tensor]:
     """See the package's `packed_attention`."""
     if query.device.type != "cpu":
         raise InputError(f"The cpu kernel runs on the CPU, but the query is on {query.device}; use attention: auto.")
-    places, bounds = _places(rows.lengths, rows.groups, keys.words_a_block, values.words_a_block)
+    places, bounds = rows.places(keys, values)
     query, constant = query.contiguous(), constant.contiguous()
     at_once = next(n for n in AT_ONCE if query.shape[1] % n == 0)
     kernel = attend_kernel(at_once, keys.levels, values.levels)

@@ -16,7 +16,7 @@ def packed_attention(
     pairs, queries, _ = query.shape
     out = torch.zeros(pairs, queries, values.channels + 1, dtype=torch.float64, device=query.device)
     lse = torch.full((pairs, queries), -torch.inf, dtype=torch.float64, device=query.device)
-    for pair, (n, row, first_key, first_value) in enumerate(rows.places(keys, values)):
+    for pair, (n, row, first_key, first_value, _) in enumerate(rows.places(keys, values)[0].tolist()):
         if n == 0:
             continue
         group = pair % rows.groups
