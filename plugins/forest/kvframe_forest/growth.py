@@ -76,8 +76,9 @@ def grow(
         if not len(source):
             break
         a, b = mass[source], mass[target]
-        added = (rows[source] - rows[target]).square().sum(-1) * (a * b / (a + b))
-        rows[target] += (rows[source] - rows[target]) * (a / (a + b))[:, None]
+        apart = rows.index_select(0, source) - rows.index_select(0, target)
+        added = apart.square().sum(-1) * (a * b / (a + b))
+        rows.index_add_(0, target, apart.mul_((a / (a + b))[:, None]))
         mass[target] = a + b
         at_place[target] += at_place[source] + added
         levels.append((node[target], node[source]))
