@@ -46,6 +46,28 @@ def test_the_fast_path_is_the_reference(width, dtype):
     assert torch.equal(bitpack.unpack(one, width, impl="swar").long(), codes[2:3, 32:64].long())
 
 
+@pytest.mark.parametrize(
+    "segments",
+    [((8, 2), (5, 1), (4, 7), (1, 3)), ((3, 5),), ((11, 2), (9, 1), (8, 3), (2, 2)), ((6, 1), (0, 4)), ((0, 2),), ()],
+)
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_mixed_widths_are_packed_segment_by_segment(segments, blocks):
+    pieces = [random_codes(count, 32 * blocks, width, width) for width, count in segments]
+    codes = torch.cat(pieces) if pieces else torch.zeros(0, 32 * blocks, dtype=torch.int64)
+    words = bitpack.pack_mixed(codes, segments)
+    each = [
+        bitpack.pack(piece, width, "reference").flatten(1) for piece, (width, _) in zip(pieces, segments, strict=True)
+    ]
+    assert words.dtype == torch.int32
+    assert torch.equal(words, torch.cat(each, 1) if each else torch.zeros(blocks, 0, dtype=torch.int32))
+
+
+def test_mixed_widths_are_checked():
+    for segments in (((2, 1), (3, 1)), ((3, 1),)):
+        with pytest.raises(InputError, match="segments of 2 channels, widest first"):
+            bitpack.pack_mixed(torch.zeros(2, 32, dtype=torch.uint8), segments)
+
+
 def test_the_layout_is_what_it_says():
     codes = torch.zeros(2, 64, dtype=torch.int64)
     codes[1, 37] = 0b101

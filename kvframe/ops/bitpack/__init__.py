@@ -2,6 +2,7 @@
 
 import sys
 
+import torch
 from torch import Tensor
 
 from kvframe.errors import InputError
@@ -24,6 +25,21 @@ def pack(codes: Tensor, width: int, impl: str = "auto") -> Tensor:
     if codes.ndim != 2 or codes.shape[1] % LANES:
         raise InputError(f"pack takes codes [C, M * {LANES}], but they are {list(codes.shape)}; pad the last block.")
     return _module(impl, codes).pack(codes, width)
+
+
+def pack_mixed(codes: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
+    """Pack codes `[C, M * 32]` of several widths: `segments` are the `(width, channels)` of adjacent channels, widest
+    first. Returns int32 `[M, W]`, each block's words of each segment in turn, as `pack` makes them.
+
+    Raises InputError as `pack` does."""
+    widths = [width for width, _ in segments]
+    if widths != sorted(widths, reverse=True) or sum(count for _, count in segments) != len(codes):
+        raise InputError(f"pack_mixed takes segments of {len(codes)} channels, widest first, but got {segments}.")
+    if sys.byteorder == "little" and codes.numel() and 0 < widths[0] <= 8 and codes.shape[1] % LANES == 0:
+        return swar.pack_mixed(codes, segments)
+    pieces = codes.split([count for _, count in segments]) if segments else ()
+    packed = [pack(piece, width).flatten(1) for piece, width in zip(pieces, widths, strict=True)]
+    return torch.cat(packed, 1) if packed else codes.new_zeros(codes.shape[1] // LANES, 0, dtype=torch.int32)
 
 
 def unpack(words: Tensor, width: int, impl: str = "auto") -> Tensor:
@@ -63,4 +79,4 @@ def _triton(tensor: Tensor):  # type: ignore[no-untyped-def]
     return kernels
 
 
-__all__ = ["LANES", "MAX_WIDTH", "Runs", "join", "pack", "unpack"]
+__all__ = ["LANES", "MAX_WIDTH", "Runs", "join", "pack", "pack_mixed", "unpack"]

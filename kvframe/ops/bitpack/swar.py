@@ -29,6 +29,34 @@ def pack(codes: Tensor, width: int) -> Tensor:
     return planes.view(torch.int32).permute(2, 0, 1).contiguous()
 
 
+def pack_mixed(codes: Tensor, segments: tuple[tuple[int, int], ...]) -> Tensor:
+    """As `bitpack.pack_mixed`, for codes of at most 8 bits: a plane of all channels that have it at a time."""
+    channels, rows = codes.shape
+    widths = [width for width, count in segments for _ in range(count)]
+    eight = codes.to(torch.uint8).reshape(-1).view(torch.int64).view(channels, rows // 8)  # [C, M * 4], one row a byte
+    planes = torch.empty(sum(widths), rows // 8, dtype=torch.uint8, device=codes.device)
+    begin = 0
+    for plane in range(widths[0]):
+        count = sum(width > plane for width in widths)
+        planes[begin : begin + count] = (((eight[:count] >> plane) & ONES) * GATHER) >> 56
+        begin += count
+    return planes.view(torch.int32)[_by_segment(segments, codes.device)].T.contiguous()
+
+
+@cache
+def _by_segment(segments: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Where each word of a block stands among the planes of all channels, one plane after the other."""
+    widths = [width for width, count in segments for _ in range(count)]
+    begins = [0]
+    for plane in range(widths[0]):
+        begins.append(begins[-1] + sum(width > plane for width in widths))
+    order, first = [], 0
+    for width, count in segments:
+        order += [begins[plane] + first + channel for plane in range(width) for channel in range(count)]
+        first += count
+    return torch.tensor(order, device=device)
+
+
 def unpack(words: Tensor, width: int) -> Tensor:
     """As the reference's `unpack`."""
     blocks, _, channels = words.shape

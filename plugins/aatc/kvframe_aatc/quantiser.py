@@ -143,8 +143,7 @@ class Channels:
 
     def pack(self, lanes: Tensor) -> Tensor:
         """Words int32 `[M, words]` of code lanes `[C, M * 32]`."""
-        packed = [bitpack.pack(lanes[channels], width).flatten(1) for width, channels, _ in self.segments]
-        return torch.cat(packed, 1) if packed else lanes.new_zeros(lanes.shape[1] // 32, 0, dtype=torch.int32)
+        return bitpack.pack_mixed(lanes, tuple((width, c.stop - c.start) for width, c, _ in self.segments))
 
     def unpack(self, words: Tensor) -> list[Tensor]:
         """The code lanes `[C_w, M * 32]` of each width, widest first."""
