@@ -15,8 +15,8 @@ from kvframe.types import Part
 
 # A pass over entries pays off for few queries a KV head; many are a matrix product, which torch's libraries do best.
 FEW_QUERIES = 32
-# Below, a step's time is that of the calls, whatever they do.
-WORTH_A_KERNEL = 4096
+# Below, a step's time is that of the calls, whatever they do: for codes, and for entries held as they are.
+WORTH_A_KERNEL = 512, 4096
 
 
 class Reference(Kernel):
@@ -95,7 +95,7 @@ def _impl(query: Tensor, part: Part) -> str | None:
         return None
     if query.is_cuda:
         return "triton" if find_spec("triton") else None
-    if query.device.type != "cpu" or part.encoded.bounds[-1] < WORTH_A_KERNEL:
+    if query.device.type != "cpu" or part.encoded.bounds[-1] < WORTH_A_KERNEL[part.encoder.views]:
         return None
     batch, query_heads, length, _ = query.shape
     few = batch * query_heads * length <= FEW_QUERIES * (len(part.encoded.bounds) - 1)
