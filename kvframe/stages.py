@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from kvframe.errors import StageError
 from kvframe.ragged import join_rows
 from kvframe.types import Encoded, Entries, ModelInfo, Needs, Observation, Part, Plan, Regrouping, Segments
 
@@ -156,6 +157,18 @@ class Encoder(Stage):
         """Return the codes of `first` followed by those of `second` in each (b, h), both made with `state`, or None if
         they must stay apart. Default: joined row by row if every code has one row an entry (`block` 1)."""
         return join_rows(first, second) if self.block == 1 else None
+
+    def select(self, encoded: Encoded, rows: Sequence[int], batch: int, state: Any) -> Encoded:
+        """Return the codes of these of the `batch` rows, in this order; a row may come twice. Beam search and batches
+        that are split need it. Nothing is coded anew. Default: row by row (`block` 1).
+
+        Raises StageError if the encoder cannot do it."""
+        if self.block != 1:
+            raise StageError(
+                f"encoder '{self.name}' codes {self.block} rows together and does not say how batch rows are picked "
+                "from its codes; give it a method select, or decode the batch as it is."
+            )
+        return encoded.pick(rows, batch)
 
     def attend(
         self, query: Tensor, encoded: Encoded, state: Any, scale: float, impl: str

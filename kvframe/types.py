@@ -6,8 +6,8 @@ one batch row next to each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -318,6 +318,24 @@ class Encoded(Ragged):
         """All tensors held."""
         extra = [t for t in (self.log_multiplicity, self.positions) if t is not None]
         return [*self.codes.values(), *extra, self.offsets]
+
+    def pick(self, rows: Sequence[int], batch: int, codes: Mapping[str, Tensor] | None = None) -> Encoded:
+        """These of the `batch` rows, in this order; a row may come twice. `codes` are those that were picked already;
+        without them, all codes must be `[N, …]`, one row an entry."""
+        heads = (len(self.bounds) - 1) // batch
+        spans = [slice(self.bounds[row * heads], self.bounds[(row + 1) * heads]) for row in rows]
+        counts = self.offsets.diff().view(batch, heads)[list(rows)].flatten()
+
+        def pick(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor[span] for span in spans])
+
+        return replace(
+            self,
+            offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+            codes={name: pick(tensor) for name, tensor in self.codes.items()} if codes is None else codes,
+            log_multiplicity=None if self.log_multiplicity is None else pick(self.log_multiplicity),
+            positions=None if self.positions is None else pick(self.positions),
+        )
 
     @property
     def nbytes(self) -> int:

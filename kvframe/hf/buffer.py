@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 STEP = 32  # columns added at least when the buffer is full
+SPARE = 32  # columns held beyond a limit, in case that the last ones are taken off again
 
 
 class Recent:
@@ -16,6 +17,7 @@ class Recent:
 
     def __init__(self) -> None:
         self.length = 0
+        self._shared = False  # what lies behind the last column may be another buffer's
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -37,10 +39,11 @@ class Recent:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add columns `[B, H, Q, D]` at the right."""
         end = self.length + keys.shape[2]
-        if self._keys is None or self._values is None or end > self._keys.shape[2]:
+        if self._keys is None or self._values is None or self._shared or end > self._keys.shape[2]:
             capacity = end if self.length == 0 else max(end, self.length + max(STEP, self.length // 8))
             self._keys = self._grown(self._keys, keys, capacity)
             self._values = self._grown(self._values, values, capacity)
+            self._shared = False
         self._keys[:, :, self.length : end] = keys
         self._values[:, :, self.length : end] = values
         self.length = end
@@ -57,14 +60,29 @@ class Recent:
             begin = self.length - columns
             self._keys = self._keys[:, :, begin : self.length].clone(memory_format=torch.contiguous_format)
             self._values = self._values[:, :, begin : self.length].clone(memory_format=torch.contiguous_format)
-            self.length = columns
+            self.length, self._shared = columns, False
+
+    def drop_last(self, columns: int) -> None:
+        """Let go of the last columns; their room is kept for the next ones."""
+        self.length -= columns
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows, in this order."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = (t[:, :, : self.length][rows.to(t.device)] for t in (self._keys, self._values))
+            self._shared = False
+
+    def to(self, device: torch.device) -> None:
+        """Move to a device."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys.to(device), self._values.to(device)
 
     def fork(self) -> Recent:
-        """A second buffer on the same storage. Its next append copies, so that neither sees the other's tokens."""
+        """A second buffer on the same storage. The next append to either copies, so that neither sees the other's
+        tokens."""
         other = Recent()
-        other.length = self.length
-        if self._keys is not None:
-            other._keys, other._values = self.keys, self.values
+        other.length, other._keys, other._values = self.length, self._keys, self._values
+        self._shared = other._shared = True
         return other
 
     def tensors(self) -> list[Tensor]:
@@ -74,7 +92,7 @@ class Recent:
 
 class Tail:
     """The last `limit` columns ("all" = every one) of tensors that come a few columns at a time, along dimension
-    `dim`."""
+    `dim`, and some more, so that a few may be taken off again."""
 
     def __init__(self, limit: int | str, dim: int) -> None:
         self.limit, self.dim = limit, dim
@@ -89,7 +107,7 @@ class Tail:
         """Add columns at the right; `extra` more than the limit are kept this time (for padding at the end)."""
         self._pieces.append(piece.detach())
         if self.limit != "all":
-            self.keep_last(min(self.length, int(self.limit) + extra), copy=False)
+            self.keep_last(min(self.length, int(self.limit) + extra + SPARE), copy=False)
 
     def keep_last(self, columns: int, copy: bool = True) -> None:
         """Let go of all but the last columns; with `copy` no storage larger than them stays alive."""
@@ -101,6 +119,23 @@ class Tail:
             self._pieces[0] = first.narrow(self.dim, surplus, first.shape[self.dim] - surplus).clone()
         elif copy:
             self._pieces = [piece.clone() for piece in self._pieces]
+
+    def drop_last(self, columns: int) -> None:
+        """Let go of the last columns, or of all if there are fewer."""
+        while columns and self._pieces:
+            last = self._pieces.pop()
+            kept = max(0, last.shape[self.dim] - columns)
+            columns -= last.shape[self.dim] - kept
+            if kept:
+                self._pieces.append(last.narrow(self.dim, 0, kept))
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows, in this order."""
+        self._pieces = [piece[rows.to(piece.device)] for piece in self._pieces]
+
+    def to(self, device: torch.device) -> None:
+        """Move to a device."""
+        self._pieces = [piece.to(device) for piece in self._pieces]
 
     def tensor(self, columns: int | None = None) -> Tensor | None:
         """All columns held, or the last `columns` of them; None if there are none."""

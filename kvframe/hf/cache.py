@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import time
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +17,23 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvframe.budget import Lengths, Regions, fitted_recent, row_lengths, split_regions
 from kvframe.errors import InputError, ModelError
+from kvframe.hf import rows
 from kvframe.hf.attention import use_kvframe_attention
 from kvframe.hf.info import model_info
 from kvframe.hf.layer import CompressedLayer, new_validity
 from kvframe.hf.ledger import Ledger
 from kvframe.hf.watch import Watch
 from kvframe.ragged import append_part
+from kvframe.regroup import regroup_parts
 from kvframe.report import CacheReport
+from kvframe.split import attention_error, differences
 from kvframe.types import Needs, Observation, held_tensors
 
 if TYPE_CHECKING:
     from kvframe.pipeline import Compressed, Pipeline
+
+# After a crop, at most so many tokens at once are drafts that may be taken off again; more are a prompt.
+DRAFTS = 64
 
 
 class CompressedCache(Cache):
@@ -49,6 +57,7 @@ class CompressedCache(Cache):
         self._model = weakref.ref(model)
         self.info = model_info(model)
         self._bound = pipeline.bind(self.info)
+        self._open = pipeline, self._bound  # with which a reset cache begins again
         use_kvframe_attention(model)
         self.prefix_length = prefix_length
         self.suffix_length = pipeline.spec.protect.suffix if suffix_length is None else suffix_length
@@ -65,9 +74,10 @@ class CompressedCache(Cache):
         self.trailing_padding = 0
         self.watching = True
         self._pending = True  # a prompt is waiting to be compressed
+        self.drafting = False  # the next few tokens may be drafts of an answer
         self._states: Any = None
-        self._watch = Watch(self.needs)
-        self._watch.attach(model, self)
+        self.watch = Watch(self.needs)
+        self.watch.attach(model, self)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -79,12 +89,13 @@ class CompressedCache(Cache):
 
     def _before_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
         batch, _, length, _ = key_states.shape
-        single = length == 1 and self.get_seq_length() > 0
-        if single:
+        answering = self.get_seq_length() > 0 and (length == 1 or (self.drafting and length <= DRAFTS))
+        self.drafting = False
+        if answering:
             self._between_steps()
         else:
             self._pending = True
-        self.watching = not single or self.pipeline.spec.decode.flush is not None
+        self.watching = not answering or self.pipeline.spec.decode.flush is not None
         position_ids = passed_on.get("position_ids")
         if position_ids is None:
             raise ModelError("The model passes no position_ids to its attention, so positions cannot be known.")
@@ -114,9 +125,9 @@ class CompressedCache(Cache):
         self.valid = new if self.valid is None else torch.cat([self.valid, new], 1)
         self.ledger.see(new)
         if length > 1 or self.recent_validity_bias is not None:
-            self._note_validity()
+            self.note_validity()
 
-    def _note_validity(self) -> None:
+    def note_validity(self) -> None:
         """What follows from `valid`: the bias on recent columns that hold no exact token, and padding at the end."""
         valid = self.valid
         self.recent_validity_bias, self.trailing_padding = None, 0
@@ -148,22 +159,48 @@ class CompressedCache(Cache):
             regions = split_regions(self.valid, protect, prefix, suffix, recent)
             self.ledger.note(f"the budget is small: the recent window was shortened to {int(recent.min())} tokens")
         if bool(regions.body.any()):
+            if len(self.pipeline.variants) > 1:
+                self._choose_width(regions, itemsize, prompt)
             bits = self.pipeline.entry_bits(self.info, itemsize)
             budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits, prompt)
+            held = [layer.parts for layer in self.compressed_layers]
+            limit = None
+            if spec.allocator.regroups and not first:
+                limit, total = self.ledger.body_budget(spec.budget, regions, self.info, itemsize, bits, held)
+                # A block may come in with what the whole body may hold: which of it stays is decided over all.
+                budget = torch.minimum(limit, regions.body.sum(1) * self.info.layers * self.info.kv_heads)
             observation = self.observe(regions, self.pipeline.needs)
             result = self.pipeline.run(observation, budget, regions.sinks, self._states, self._bound)
-            self._adopt(result, regions)
+            parts = [reduce(append_part, new, old) for old, new in zip(held, result.parts, strict=True)]
+            removed = None
+            if limit is not None:
+                parts, removed = regroup_parts(parts, spec.allocator, self.info, limit)
+            self._adopt(replace(result, parts=tuple(parts)), regions)
             for note in result.plan.notes:
                 self.ledger.note(note)
             if self.valid.is_cuda:
                 torch.cuda.synchronize(self.valid.device)
-            self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin)
+            self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed)
         elif first:
             count = ", ".join(str(int(n)) for n in self.valid.sum(1))
             self.ledger.note(
                 f"nothing was compressed: the prompt ({count} tokens) is not longer than what is protected"
             )
         self._pending = False
+
+    def _choose_width(self, regions: Regions, itemsize: int, prompt: bool) -> None:
+        """Go on with the encoder's width with which attention errs least. Costs one compression a width."""
+        observation, errors = self.observe(regions, self.pipeline.needs), []
+        variants = self.pipeline.variants
+        for variant, bound in zip(variants, self._bound, strict=True):
+            bits = variant.entry_bits(self.info, itemsize)
+            budget, _ = self.ledger.budget(variant.spec.budget, regions, self.info, itemsize, bits, prompt)
+            made = variant.run(observation, budget, regions.sinks, None, bound)
+            errors.append(attention_error(observation, regions, made.parts, self.kernel))
+        best = min(range(len(errors)), key=errors.__getitem__)
+        said = differences([variant.spec.encoder for variant in variants])
+        self.ledger.note(f"of {len(variants)} widths of the encoder attention errs least with {said[best]}")
+        self.pipeline, self._bound = variants[best], self._bound[best]
 
     def _clamped(self, suffix: Lengths) -> Lengths:
         """At most what is there: later blocks may be shorter than the suffix of a prompt."""
@@ -182,26 +219,26 @@ class CompressedCache(Cache):
             valid=self.valid,
             body=regions.body,
             model=self.info,
-            hidden_states=self._watch.hidden_states(needs.hidden_states, self.valid.shape[1]),
-            surprisal=None if self._watch.surprisal is None else self._watch.surprisal.tensor(),
+            hidden_states=self.watch.hidden_states(needs.hidden_states, self.valid.shape[1]),
+            surprisal=None if self.watch.surprisal is None else self.watch.surprisal.tensor(),
             suffix=regions.suffix,
         )
 
     def _adopt(self, result: Compressed, regions: Regions) -> None:
-        """Take over the compressed parts and let go of everything but the exact tail."""
+        """Take over the parts, old and new, and let go of everything but the exact tail."""
         tokens, keep = regions.tail.shape[1], regions.tail_columns
         for layer, parts in zip(self.compressed_layers, result.parts, strict=True):
-            layer.parts = reduce(append_part, parts, layer.parts)
+            layer.parts = parts
             layer.recent.keep_last(keep)
             watched = keep if self.pipeline.spec.decode.flush is not None else 0
             layer.queries.keep_last(min(watched, layer.queries.length))
             layer.outputs.keep_last(min(watched, layer.outputs.length))
-        self._watch.keep_last(keep, tokens)
+        self.watch.keep_last(keep, tokens)
         if self.positions is not None:
             self.positions = self.positions[:, tokens - keep :].clone()
         self.valid = regions.tail[:, tokens - keep :].clone()
         self._states = result.states
-        self._note_validity()
+        self.note_validity()
 
     def report(self) -> CacheReport:
         """Tokens, entries, measured bytes and ratios, as of now."""
@@ -209,7 +246,7 @@ class CompressedCache(Cache):
         return self.ledger.report(
             self.compressed_layers,
             self.info,
-            [*extra, *self._watch.tensors()],
+            [*extra, *self.watch.tensors()],
             # What comes from an artefact belongs to the model; what was fitted on the prompt, to this cache.
             list(held_tensors(self._states)) if self._bound is None else [],
             self.valid,
@@ -241,18 +278,49 @@ class CompressedCache(Cache):
                 mine.hand_over(theirs)
             else:
                 other.layers[index] = copy.deepcopy(mine)
-        other._watch.take_over(self._watch)
+        other.watch.take_over(self.watch)
         other.valid, other.positions, other.ledger = self.valid, self.positions, self.ledger.fork()
         other._states, other._pending, other.watching = self._states, self._pending, self.watching
-        other._note_validity()
+        other.drafting = self.drafting
+        other.note_validity()
 
     def reset(self) -> None:
         """Forget everything, so that the cache can serve another prompt."""
         super().reset()
+        self.pipeline, self._bound = self._open
         self.ledger, self.valid, self.positions, self._states = Ledger(), None, None, None
         self.recent_validity_bias, self.trailing_padding, self._pending = None, 0, True
-        self._watch.reset()
+        self.drafting = False
+        self.watch.reset()
+
+    def select(self, indices: Sequence[int] | Tensor) -> CompressedCache:
+        """A cache of these batch rows alone, in this order; a row may come twice. This one stays as it is."""
+        other = self.fork()
+        rows.select(other, torch.as_tensor(indices))
+        return other
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Not supported yet."""
-        raise NotImplementedError("reorder_cache (beam search) is not supported by kvframe's cache yet.")
+        """Beam search: row `i` becomes what row `beam_idx[i]` was."""
+        rows.select(self, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each batch row comes `repeats` times, one behind the other."""
+        if self.valid is not None:
+            rows.select(self, torch.arange(len(self.valid)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these batch rows (numbers, or a mask), in this order. Raises InputError for rows that are not there, and
+        StageError, leaving the cache as it was, if the encoder cannot pick rows."""
+        rows.select(self, indices)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the last tokens can be taken off again."""
+        return all(layer.is_croppable for layer in self.layers)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last `-tokens_to_remove` columns off again (a negative number, as transformers has it).
+
+        The next few tokens then count as drafts of an answer, not as a prompt. Raises InputError for a positive number,
+        or for more columns than are still held exactly."""
+        rows.crop(self, -tokens_to_remove)

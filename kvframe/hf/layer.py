@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ class CompressedLayer(CacheLayerMixin):
     """Holds compressed parts and the exact recent tokens; `update` hands itself to the attention function."""
 
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     is_sliding = False
     supports_early_init = False
 
@@ -127,22 +128,40 @@ class CompressedLayer(CacheLayerMixin):
         self.parts, self.recent, self.seen, self.is_initialized = (), Recent(), 0, False
         self.queries, self.outputs = Tail(self.queries.limit, 2), Tail(self.outputs.limit, 2)
 
+    def picked(self, rows: Sequence[int]) -> tuple[Part, ...]:
+        """The parts of these batch rows alone."""
+        batch = self.recent.keys.shape[0]
+        return tuple(
+            replace(part, encoded=part.encoder.select(part.encoded, rows, batch, part.state)) for part in self.parts
+        )
+
+    def select(self, rows: Tensor, parts: tuple[Part, ...]) -> None:
+        """Keep these batch rows, whose parts were picked already."""
+        self.parts = parts
+        for held in (self.recent, self.queries, self.outputs):
+            held.select(rows)
+
+    def drop_last(self, columns: int) -> None:
+        """Forget the last columns, which are exact."""
+        self.seen -= columns
+        for held in (self.recent, self.queries, self.outputs):
+            held.drop_last(columns)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Not supported yet."""
-        raise NotImplementedError("reorder_cache (beam search) is not supported by kvframe's cache yet.")
+        """Done by the cache, for all layers at once."""
+        raise NotImplementedError("Call reorder_cache of the cache, not of one layer.")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removing nothing is a no-op; anything else is not supported yet."""
-        if tokens_to_remove != 0:
-            raise NotImplementedError("crop (assisted decoding) is not supported by kvframe's cache yet.")
+        """Done by the cache, for all layers at once."""
+        raise NotImplementedError("Call crop of the cache, not of one layer.")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Not supported yet."""
-        raise NotImplementedError("batch_repeat_interleave is not supported by kvframe's cache yet.")
+        """Done by the cache, for all layers at once."""
+        raise NotImplementedError("Call batch_repeat_interleave of the cache, not of one layer.")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Not supported yet."""
-        raise NotImplementedError("batch_select_indices is not supported by kvframe's cache yet.")
+        """Done by the cache, for all layers at once."""
+        raise NotImplementedError("Call batch_select_indices of the cache, not of one layer.")
 
     def offload(self) -> None:
         """Not supported yet."""

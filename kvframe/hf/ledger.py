@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvframe.budget import Regions, entry_budget
+from kvframe.budget import Regions, block_entries, entry_budget, total_entries
+from kvframe.regroup import Parts, body_entries
 from kvframe.report import CacheReport, LayerReport
 from kvframe.spec import Budget
 from kvframe.types import ModelInfo, Plan, storage_bytes
@@ -25,15 +26,20 @@ class Ledger:
         self.compressions = 0
         self.seconds = 0.0
         self.tokens: Tensor | None = None  # int64 [B], valid tokens seen
-        self.context = 0  # entries of the context that was compressed
-        self.allowed = 0  # entries that the budgets allowed for it
-        self.kept = 0  # entries kept of it
+        # int64 [B] over all layers and heads: entries of the context that was compressed, entries that the budgets
+        # allowed for it, entries kept of it.
+        self.context = self.allowed = self.kept = torch.zeros(1, dtype=torch.int64)
         self.notes: list[str] = []
 
     def see(self, new: Tensor) -> None:
         """Count new columns `bool [B, Q]`."""
         count = new.sum(1)
         self.tokens = count if self.tokens is None else self.tokens + count
+
+    def forget(self, gone: Tensor) -> None:
+        """Take columns `bool [B, Q]` off again."""
+        if self.tokens is not None:
+            self.tokens = self.tokens - gone.sum(1)
 
     def note(self, text: str) -> None:
         """Say something in the report, once."""
@@ -49,22 +55,40 @@ class Ledger:
         if not self.compressions and (prompt or budget.ratio is None):
             return entry_budget(budget, regions, model, itemsize, bits)
         body = model.layers * model.kv_heads * regions.body.sum(1)
-        ratio = budget.ratio if budget.ratio is not None else self.context / max(1, self.allowed)
-        share = (body.double() / ratio).floor().long()
+        share = block_entries(budget, body, model, itemsize, bits)
+        if share is None:
+            share = torch.where(self.context > 0, body * self.allowed // self.context.clamp_min(1), body)
         return share, share
 
-    def book(self, plan: Plan, regions: Regions, model: ModelInfo, total: Tensor, seconds: float) -> None:
-        """Enter one compression."""
+    def body_budget(
+        self, budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits: float, parts: Sequence[Parts]
+    ) -> tuple[Tensor, Tensor]:
+        """`(for the whole body, more than before)` int64 `[B]`, of a body that is grouped again: what the budget allows
+        for all that was seen, with the block in `regions`. `parts` are held so far."""
+        context = self.context + model.layers * model.kv_heads * regions.body.sum(1)
+        charged = self.kept - body_entries(parts, model)
+        total = total_entries(budget, context, charged, model, itemsize, bits).minimum(context)
+        return (total - charged).clamp_min(0), total - self.allowed
+
+    def book(
+        self,
+        plan: Plan,
+        regions: Regions,
+        model: ModelInfo,
+        total: Tensor,
+        seconds: float,
+        removed: Tensor | None = None,
+    ) -> None:
+        """Enter one compression; `removed` int64 `[B]` entries went when the body was grouped again."""
         units = model.layers * model.kv_heads
-        made = sum(int(layer.n_entries.sum()) for layer in plan.layers)
-        if self.compressions:
-            self.context += units * int(regions.body.sum())
-            self.kept += made
-        else:
+        made = torch.stack([layer.n_entries.sum(1) for layer in plan.layers]).sum(0).to(regions.body.device)
+        context, kept = units * regions.body.sum(1), made if removed is None else made - removed
+        if not self.compressions:
             charged = torch.where(regions.body.any(1), regions.charged, regions.context)
-            self.context += units * int(regions.context.sum())
-            self.kept += made + units * int(charged.sum())
-        self.allowed += int(total.sum())
+            context, kept = units * regions.context, made + units * charged
+        self.context, self.kept, self.allowed = (
+            old.to(new.device) + new for old, new in ((self.context, context), (self.kept, kept), (self.allowed, total))
+        )
         self.compressions += 1
         self.seconds += seconds
 
@@ -73,6 +97,13 @@ class Ledger:
         other = copy.copy(self)
         other.notes = list(self.notes)
         return other
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the books of these batch rows, in this order."""
+        names = ("tokens", "context", "allowed", "kept") if self.compressions else ("tokens",)
+        for name in names:
+            if (books := getattr(self, name)) is not None:
+                setattr(self, name, books[rows.to(books.device)])
 
     def report(
         self,
@@ -102,8 +133,8 @@ class Ledger:
                 "learned": storage_bytes(learned),
             },
             full_bytes=model.layers * batch * model.kv_heads * columns * model.head_dim * 2 * itemsize,
-            requested_ratio=self.context / self.allowed if self.allowed else 1.0,
-            entry_ratio=self.context / self.kept if self.kept else 1.0,
+            requested_ratio=ratio(self.context, self.allowed),
+            entry_ratio=ratio(self.context, self.kept),
             compress_seconds=self.seconds,
             layers=tuple(
                 LayerReport(model.layer_ids[i], entry_range(layer), layer_bytes(layer))
@@ -112,6 +143,11 @@ class Ledger:
             other_layers=n_layers - len(layers),
             notes=tuple(self.notes),
         )
+
+
+def ratio(whole: Tensor, part: Tensor) -> float:
+    """Sum of one over the sum of the other; 1 if there is nothing."""
+    return float(whole.sum()) / float(part.sum()) if bool(part.any()) else 1.0
 
 
 def entry_range(layer: CompressedLayer) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvframe.errors import ModelError
-from kvframe.hf.buffer import Tail
+from kvframe.hf.buffer import SPARE, Tail
 from kvframe.types import Needs
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Watch:
     def __init__(self, needs: Needs) -> None:
         self.hidden = {depth: Tail("all", 1) for depth in needs.hidden_states}
         self.surprisal = Tail("all", 1) if needs.surprisal else None
-        self._last_state: Tensor | None = None  # final hidden state of the last token seen, [B, 1, hidden]
+        self._ends = Tail(1, 1)  # final hidden states of the last tokens seen, [B, n, hidden]
 
     def attach(self, model: PreTrainedModel, cache: Cache) -> None:
         """Set the hooks; they go when `cache` does."""
@@ -59,11 +59,12 @@ class Watch:
             if tokens is None:
                 raise ModelError("Surprisal needs input_ids, but the model was called with inputs_embeds.")
             states = output.last_hidden_state.detach()
-            before = states[:, :-1] if self._last_state is None else torch.cat([self._last_state, states[:, :-1]], 1)
+            last = self._ends.tensor(1)
+            before = states[:, :-1] if last is None else torch.cat([last, states[:, :-1]], 1)
             known = surprisal(before, tokens[:, tokens.shape[1] - before.shape[1] :], head, cap)
             pad = known.new_zeros(len(known), tokens.shape[1] - known.shape[1])
             self.surprisal.append(torch.cat([pad, known], 1))
-            self._last_state = states[:, -1:].clone()
+            self._ends.append(states[:, -1 - SPARE :].clone())
 
         return hook
 
@@ -82,7 +83,7 @@ class Watch:
         """Forget what was seen; the hooks stay."""
         for tail in self._tails():
             tail.keep_last(0)
-        self._last_state = None
+        self._ends.keep_last(0)
 
     def _tails(self) -> list[Tail]:
         return [*self.hidden.values(), *([self.surprisal] if self.surprisal is not None else [])]
@@ -91,12 +92,26 @@ class Watch:
         """Go on from what another watch with the same needs saw."""
         for mine, theirs in zip(self._tails(), other._tails(), strict=True):
             mine.take_over(theirs)
-        self._last_state = other._last_state
+        self._ends.take_over(other._ends)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows, in this order."""
+        for tail in (*self._tails(), self._ends):
+            tail.select(rows)
+
+    def drop_last(self, columns: int) -> None:
+        """Forget the last columns."""
+        for tail in (*self._tails(), self._ends):
+            tail.drop_last(columns)
+
+    def to(self, device: torch.device) -> None:
+        """Move to a device."""
+        for tail in (*self._tails(), self._ends):
+            tail.to(device)
 
     def tensors(self) -> list[Tensor]:
         """The tensors held."""
-        own = [] if self._last_state is None else [self._last_state]
-        return own + [t for tail in self._tails() for t in tail.tensors()]
+        return [t for tail in (*self._tails(), self._ends) for t in tail.tensors()]
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:

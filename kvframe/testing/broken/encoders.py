@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -78,7 +78,11 @@ class OneScale(Encoder):
     """One scale for all rows of a batch, although rows are said to be coded one by one."""
 
     name: Literal["broken.one_scale"] = "broken.one_scale"
-    breaks: ClassVar = ("coding_goes_block_by_block", "row_alone_equals_row_in_batch")
+    breaks: ClassVar = (
+        "coding_goes_block_by_block",
+        "row_alone_equals_row_in_batch",
+        "picked_rows_decode_to_themselves",
+    )
 
     def encode(self, entries: Entries, state: Any) -> Encoded:
         """Return int8 codes `[N, D]` and one scale."""
@@ -122,6 +126,18 @@ class JoinsAtTheEnd(Dense):
             return replace(first, codes=codes, offsets=offsets)
         known = torch.cat([torch.zeros(size) if c is None else c for c, size in zip(counts, n, strict=True)])
         return replace(first, codes=codes, offsets=offsets, log_multiplicity=known)
+
+
+class PicksBackwards(Dense):
+    """Picks batch rows in the order of their last entries first."""
+
+    name: Literal["broken.picks_backwards"] = "broken.picks_backwards"  # type: ignore[assignment]
+    breaks: ClassVar = ("picked_rows_decode_to_themselves",)
+
+    def select(self, encoded: Encoded, rows: Sequence[int], batch: int, state: Any) -> Encoded:
+        """Return the entries turned round."""
+        picked = super().select(encoded, rows, batch, state)
+        return replace(picked, codes={name: codes.flip(0) for name, codes in picked.codes.items()})
 
 
 class HalfTiles(Dense):

@@ -29,6 +29,10 @@ def _extreme(stage: Any) -> Any:
     return cases_for(stage, contents=EXTREME, dtypes=DTYPES)
 
 
+def _batches(stage: Any) -> Any:
+    return cases_for(stage, lengths=(1, 7, 33), max_rows=3)
+
+
 def _long(stage: Any) -> Any:
     return cases_for(stage, lengths=(33, 64, 100), max_rows=2, max_protected=0)
 
@@ -150,6 +154,27 @@ def joined_codes_decode_to_both(stage: Any, case: Case) -> None:
             both = storage_bytes([*first.codes.values()]) + storage_bytes([*second.codes.values()])
             held = storage_bytes([*joined.codes.values()])
             expect(held <= both, f"at most the {both} bytes of both", str(held))
+
+
+@law("encoder", _batches)
+def picked_rows_decode_to_themselves(stage: Any, case: Case) -> None:
+    """The codes of some batch rows, picked in any order and more than once, decode to what those rows decoded to
+    before, and hold no more than the codes of each row would."""
+    batch = len(case.prompts.lengths)
+    rows = [batch - 1, *range(batch), 0]
+    for entries, encoded, back, state in layers_of(stage, case):
+        picked = stage.select(encoded, rows, batch, state)
+        heads = (len(back.bounds) - 1) // batch
+        spans = [range(back.bounds[row * heads], back.bounds[(row + 1) * heads]) for row in rows]
+        index = torch.tensor([at for span in spans for at in span], dtype=torch.int64)
+        counts = back.offsets.diff().view(batch, heads)[rows].flatten()
+        optional = {n: t[index] for n in ("log_multiplicity", "positions") if (t := getattr(back, n)) is not None}
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        expected = Entries(offsets, back.keys[index], back.values[index], **optional)
+        limit = _order_tolerance(entries, case)
+        same_entries(stage.decode(picked, state), expected, "the rows as they were decoded before", limit)
+        held, before = (storage_bytes(codes.codes.values()) for codes in (picked, encoded))
+        expect(held <= before * len(rows), f"at most {len(rows)} times the {before} bytes before", str(held))
 
 
 @law("encoder", _cases)

@@ -1,0 +1,67 @@
+"""Picking batch rows of a cache, and taking its last columns off again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from kvframe.budget import row_lengths
+from kvframe.errors import InputError
+from kvframe.hf.layer import CompressedLayer
+
+if TYPE_CHECKING:
+    from kvframe.hf.cache import CompressedCache
+
+
+def select(cache: CompressedCache, indices: Tensor) -> None:
+    """Keep these batch rows of all that the cache holds. Everything that can fail is done before anything is
+    changed."""
+    if cache.valid is None or cache.positions is None:
+        return
+    batch = len(cache.valid)
+    rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices.flatten().long()
+    wanted = rows.tolist()
+    if not wanted or min(wanted) < 0 or max(wanted) >= batch:
+        raise InputError(f"The rows of a cache of {batch} are 0 to {batch - 1}, but {wanted} are asked for.")
+    if wanted == list(range(batch)):
+        return
+    parts = [layer.picked(wanted) for layer in cache.compressed_layers]
+    for layer, picked in zip(cache.compressed_layers, parts, strict=True):
+        layer.select(rows, picked)
+    for other in _others(cache):
+        other.batch_select_indices(rows)
+    cache.watch.select(rows)
+    cache.ledger.select(rows)
+    cache.valid, cache.positions = (t[rows.to(t.device)] for t in (cache.valid, cache.positions))
+    cache.prefix_length = row_lengths(cache.prefix_length, batch, "prefix_length")[rows.cpu()]
+    cache.suffix_length = row_lengths(cache.suffix_length, batch, "suffix_length")[rows.cpu()]
+    cache.note_validity()
+
+
+def crop(cache: CompressedCache, columns: int) -> None:
+    """Forget the last columns, which must be exact."""
+    if columns < 0:
+        raise InputError(f"crop takes the number of tokens to remove as a negative one, but {-columns} came.")
+    exact = 0 if cache.valid is None else cache.valid.shape[1]
+    if columns > exact:
+        raise InputError(
+            f"crop can take off the last {exact} tokens, which are held exactly, but {columns} are asked for; what is "
+            "compressed stays so. Raise protect.recent, or crop a fork made before the compression."
+        )
+    for layer in cache.compressed_layers:
+        layer.drop_last(columns)
+    for other in _others(cache):
+        other.crop(-columns)
+    cache.drafting = True
+    if columns and cache.valid is not None and cache.positions is not None:
+        cache.watch.drop_last(columns)
+        cache.ledger.forget(cache.valid[:, exact - columns :])
+        cache.valid, cache.positions = cache.valid[:, : exact - columns], cache.positions[:, : exact - columns]
+        cache.note_validity()
+
+
+def _others(cache: CompressedCache) -> list[Any]:
+    """The layers that are transformers' own."""
+    return [cast(Any, layer) for layer in cache.layers if not isinstance(layer, CompressedLayer)]
