@@ -88,7 +88,8 @@ class CalibratedEncoder(Encoder):
                 )
             reading = model.read(self.calibration_needs)
             log.warning(
-                "%s learns from %d tokens of %s, once; what it learned is kept in %s",
+                "%s learns from %d tokens of %s, once; what it learned is kept in %s. Text like that to be compressed "
+                "teaches it better: kvframe calibrate --spec SPEC --text FILE",
                 *(self.name, reading.tokens, reading.title, path),
             )
             self.calibrate(reading, model).save(path)

@@ -181,6 +181,7 @@ def test_auto_looks_in_the_cache_and_learns_from_a_text_of_the_models_own(cache_
     with caplog.at_level(logging.WARNING, "kvframe"):
         states = encoder.bind(replace(info, read=read))
     assert "learns from 400 tokens of a fox, once" in caplog.text
+    assert "teaches it better: kvframe calibrate --spec SPEC --text FILE" in caplog.text
     assert asked == [Needs(queries="all")]
     assert encoder.bind(info) == states, "now it is in the cache"
     assert encoder.artefact_path(info).parent == cache_folder / "calibration"
