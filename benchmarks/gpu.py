@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py
 
-One layer of Llama-3-8B's shape (8 KV heads of 128 channels, 32 query heads, bf16), batch 1. `ratio 4` holds a quarter of
-the entries, with multiplicities, unequally shared out over the heads. Times are medians over launches that find the
+One layer of Llama-3-8B's shape (8 KV heads of 128 channels, 32 query heads, bf16), batch 1. `ratio 4` holds a quarter
+of the entries, with multiplicities, unequally shared out over the heads. Times are medians over launches that find the
 second-level cache cleared; `GB/s` is what the bytes held over the time come to. Codes are random ones."""
 
 from __future__ import annotations

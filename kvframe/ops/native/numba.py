@@ -14,6 +14,29 @@ from numba.extending import intrinsic
 f32 = np.float32
 # Sums may be reordered and contracted, but infinities keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
+FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+
+def at(builder, address, index, kind):
+    """The pointer to element `index` of the array at an address."""
+    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
+
+
+def load(builder, address, index, kind):
+    """A vector of neighbouring fp32 numbers, the first of them at `index`."""
+    return builder.load(builder.bitcast(at(builder, address, index, FLOAT), kind.as_pointer()), align=4)
+
+
+def store(builder, vector, address, index):
+    """The inverse of `load`."""
+    builder.store(vector, builder.bitcast(at(builder, address, index, FLOAT), vector.type.as_pointer()), align=4)
+
+
+def splat(builder, value, lanes):
+    """A number in all lanes."""
+    start = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
+    one = builder.insert_element(start, value, ir.Constant(INT, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT, lanes), [0] * lanes))
 
 
 def compiled(function: Callable) -> Any:

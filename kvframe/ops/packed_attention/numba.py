@@ -15,7 +15,21 @@ from torch import Tensor
 
 from kvframe.errors import InputError
 from kvframe.ops import lloyd_max
-from kvframe.ops.native.numba import as_float, compiled, f32, pointer, softmax, take
+from kvframe.ops.native.numba import (
+    FLOAT,
+    INT,
+    LONG,
+    as_float,
+    at,
+    compiled,
+    f32,
+    load,
+    pointer,
+    softmax,
+    splat,
+    store,
+    take,
+)
 from kvframe.ops.packed_attention.layout import MAX_SEGMENTS, Packed, PackedRows, level_table
 from kvframe.ops.ragged_attention.numba import attended
 
@@ -23,29 +37,11 @@ LANES = 32
 TILE = 16  # blocks attended at once: their weights stay in the first-level cache
 AT_ONCE = (9, 8, 4, 3, 1)  # numbers of queries whose sums stay in registers; the first that divides is taken
 TREE = 4  # widths up to this have code of their own and choose among constants; wider ones look their level up
-FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 ROW = ir.VectorType(FLOAT, LANES)
-
-
-def _splat(builder, value):
-    """A scalar in all lanes."""
-    one = builder.insert_element(ir.Constant(ROW, ir.Undefined), value, ir.Constant(INT, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT, LANES), [0] * LANES))
 
 
 def _constant(value):
     return ir.Constant(ROW, [float(value)] * LANES)
-
-
-def _at(builder, address, index, kind):
-    """The pointer to element `index` of the array at an address."""
-    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
-
-
-def _load_row(builder, address, index):
-    """32 neighbouring numbers."""
-    place = builder.bitcast(_at(builder, address, index, FLOAT), ROW.as_pointer())
-    return builder.load(place, align=4)
 
 
 def _meant(builder, words, first, stride, width, known, levels, table):
@@ -55,7 +51,7 @@ def _meant(builder, words, first, stride, width, known, levels, table):
 
     def plane(number):
         index = builder.add(first, builder.mul(stride, number))
-        return builder.bitcast(builder.load(_at(builder, words, index, INT)), mask)
+        return builder.bitcast(builder.load(at(builder, words, index, INT)), mask)
 
     if known is not None and levels:
         found = [_constant(np.float32(x)) for x in lloyd_max.normal_levels(known).float().tolist()]
@@ -85,7 +81,7 @@ def _meant(builder, words, first, stride, width, known, levels, table):
     for lane in range(LANES):
         place = ir.Constant(INT, lane)
         index = builder.add(start, builder.zext(builder.extract_element(codes, place), LONG))
-        out = builder.insert_element(out, builder.load(_at(builder, table, index, FLOAT)), place)
+        out = builder.insert_element(out, builder.load(at(builder, table, index, FLOAT)), place)
     return out
 
 
@@ -116,17 +112,16 @@ def score_segment(context, words, first, count, width, query, stride, sums, tabl
         def body(number):
             held = [cgutils.alloca_once(builder, ROW) for _ in range(rows)]
             for m, slot in enumerate(held):
-                builder.store(_load_row(builder, sums, ir.Constant(LONG, m * LANES)), slot)
+                builder.store(load(builder, sums, ir.Constant(LONG, m * LANES), ROW), slot)
             with cgutils.for_range(builder, count) as loop:
                 meant = _meant(builder, words, builder.add(first, loop.index), count, width, number, leveled, table)
                 for m, slot in enumerate(held):
                     index = builder.add(loop.index, builder.mul(stride, ir.Constant(LONG, m)))
-                    factor = _splat(builder, builder.load(_at(builder, query, index, FLOAT)))
+                    factor = splat(builder, builder.load(at(builder, query, index, FLOAT)), LANES)
                     product = builder.fmul(factor, meant, flags=["fast"])
                     builder.store(builder.fadd(builder.load(slot), product, flags=["fast"]), slot)
             for m, slot in enumerate(held):
-                place = builder.bitcast(_at(builder, sums, ir.Constant(LONG, m * LANES), FLOAT), ROW.as_pointer())
-                builder.store(builder.load(slot), place, align=4)
+                store(builder, builder.load(slot), sums, ir.Constant(LONG, m * LANES))
 
         _each_width(builder, width, body)
         return context.get_dummy_value()
@@ -163,12 +158,12 @@ def gather_segment(
                             builder.mul(loop.index, ir.Constant(LONG, LANES)),
                             builder.mul(tile, ir.Constant(LONG, m)),
                         )
-                        product = builder.fmul(_load_row(builder, weights, index), meant, flags=["fast"])
+                        product = builder.fmul(load(builder, weights, index, ROW), meant, flags=["fast"])
                         builder.store(builder.fadd(builder.load(slot), product, flags=["fast"]), slot)
                 for m, slot in enumerate(held):
                     total = builder.call(across, [ir.Constant(FLOAT, 0.0), builder.load(slot)], fastmath=["fast"])
                     index = builder.add(channel.index, builder.mul(stride, ir.Constant(LONG, m)))
-                    target = _at(builder, out, index, FLOAT)
+                    target = at(builder, out, index, FLOAT)
                     builder.store(builder.fadd(builder.load(target), total, flags=["fast"]), target)
 
         _each_width(builder, width, body)

@@ -14,9 +14,12 @@ from kvframe.errors import InputError
 from kvframe.ops import native
 from kvframe.ops.native.numba import FAST, as_float, compiled, f32, pointer, softmax, take
 from kvframe.ops.ragged_attention.plan import work_items
+from kvframe.ops.ragged_attention.vectors import LANES, ROWS, gather_rows, score_rows
 from kvframe.types import Encoded
 
 TILE = 64  # entries at once: their keys and values stay in the first-level cache
+AT_ONCE = (4, 3, 2, 1)  # numbers of queries that share a load; the first that divides and whose sums fit is taken
+IN_REGISTERS = 256  # sums that stay in registers: of queries times channels
 # How numpy, which has no bfloat16, sees the rows. Signed halves tell float16 from bfloat16.
 VIEWS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
 
@@ -63,44 +66,32 @@ def _rows_of(codes, first, n, tile):
     return half
 
 
+@njit(fastmath=FAST)
+def scores(query, keys, begin, end, logits):
+    """Products of a query with keys `begin` to `end`, of any number of channels."""
+    for j in range(begin, end):
+        total = f32(0.0)
+        for x in range(query.shape[0]):
+            total += query[x] * keys[j, x]
+        logits[j] = total
+
+
+@njit(fastmath=FAST)
+def gather(weights, values, n, held):
+    """Add the first `n` values, times their weights, of any number of channels."""
+    for j in range(n):
+        for x in range(held.shape[0]):
+            held[x] += weights[j] * values[j, x]
+
+
 @cache
-def attend_kernel(dim: int, view: type, scaled: bool):
-    """The kernel for heads of `dim` channels (0: of any number); `scaled` rows have a bfloat16 factor each."""
-
-    @njit(fastmath=FAST)
-    def scores(query, keys, n, size, logits):
-        j = 0
-        while j + 4 <= n:
-            a, b, c, d = f32(0.0), f32(0.0), f32(0.0), f32(0.0)
-            for x in range(size):
-                a += query[x] * keys[j, x]
-                b += query[x] * keys[j + 1, x]
-                c += query[x] * keys[j + 2, x]
-                d += query[x] * keys[j + 3, x]
-            logits[j], logits[j + 1], logits[j + 2], logits[j + 3] = a, b, c, d
-            j += 4
-        for rest in range(j, n):
-            a = f32(0.0)
-            for x in range(size):
-                a += query[x] * keys[rest, x]
-            logits[rest] = a
-
-    @njit(fastmath=FAST)
-    def gather(weights, values, n, size, held):
-        j = 0
-        while j + 4 <= n:
-            a, b, c, d = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
-            for x in range(size):
-                held[x] += a * values[j, x] + b * values[j + 1, x] + c * values[j + 2, x] + d * values[j + 3, x]
-            j += 4
-        for rest in range(j, n):
-            for x in range(size):
-                held[x] += weights[rest] * values[rest, x]
+def attend_kernel(dim: int, at_once: int, view: type, scaled: bool):
+    """The kernel for heads of `dim` channels, which takes so many queries at once (0 and 1: any number of channels);
+    `scaled` rows have a bfloat16 factor each."""
 
     def kernel(arguments):
         a = carray(arguments, (15,))
         n_items, pairs, queries, entries = a[1], a[2], a[3], a[4]
-        # A constant unrolls the loops over channels: twice as fast.
         size = dim if dim else a[12]
         items = carray(pointer(a[5]), (n_items, 3), np.int64)
         query = carray(pointer(a[6]), (pairs, queries, size), f32)
@@ -127,9 +118,14 @@ def attend_kernel(dim: int, view: type, scaled: bool):
             for first in range(begin, end, TILE):
                 n = min(TILE, end - first)
                 rows = rows_of(keys, first, n, tile)
+                quads = n // ROWS if dim else 0
+                if dim:
+                    for m in range(0, queries, at_once):
+                        asked, found = query[pair, m].ctypes.data, logits[m].ctypes.data
+                        score_rows(asked, rows.ctypes.data, quads, found, TILE, at_once, dim)
                 for m in range(queries):
                     row = logits[m]
-                    scores(query[pair, m], rows, n, size, row)
+                    scores(query[pair, m], rows, quads * ROWS, n, row)
                     if scaled:
                         for j in range(n):
                             row[j] *= as_float(np.int32(np.uint32(key_scale[first + j]) << np.uint32(16)))
@@ -143,7 +139,12 @@ def attend_kernel(dim: int, view: type, scaled: bool):
                     if scaled:
                         for j in range(n):
                             row[j] *= as_float(np.int32(np.uint32(value_scale[first + j]) << np.uint32(16)))
-                    gather(row, rows, n, size, held[m])
+                    if not dim:
+                        gather(row, rows, n, held[m])
+                if dim:
+                    for m in range(0, queries, at_once):
+                        weights, target = logits[m].ctypes.data, held[m].ctypes.data
+                        gather_rows(weights, TILE, rows.ctypes.data, n, target, at_once, dim)
             for m in range(queries):
                 total = state[m, 1]
                 for x in range(size):
@@ -196,7 +197,9 @@ def ragged_attention(query: Tensor, encoded: Encoded, scale: float) -> tuple[Ten
     pairs = len(encoded.bounds) - 1
     queries = batch * query_heads * length // pairs
     packed = (query.float() * scale).reshape(pairs, queries, dim).contiguous()
-    kernel = attend_kernel(dim if dim >= 64 and dim % 32 == 0 else 0, VIEWS[keys.dtype], scaled)
+    known = dim % LANES == 0 and 64 <= dim <= 256
+    at_once = next(n for n in AT_ONCE if queries % n == 0 and n * dim <= IN_REGISTERS) if known else 1
+    kernel = attend_kernel(dim if known else 0, at_once, VIEWS[keys.dtype], scaled)
     given = (keys, values, encoded.log_multiplicity, *factors, dim)
     out, lse = attended(kernel, packed, encoded.bounds, dim, TILE, len(keys), given)
     shape = (batch, query_heads, length)
