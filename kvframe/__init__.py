@@ -11,13 +11,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvframe.hf import load_cache
     from kvframe.hookspecs import hookimpl
     from kvframe.pipeline import Pipeline, load
 
 __version__ = "0.1.0"
-__all__ = ["Pipeline", "__version__", "hookimpl", "load"]
+__all__ = ["Pipeline", "__version__", "hookimpl", "load", "load_cache"]
 
-_HOME = {"Pipeline": "kvframe.pipeline", "load": "kvframe.pipeline", "hookimpl": "kvframe.hookspecs"}
+_HOME = {
+    "Pipeline": "kvframe.pipeline",
+    "load": "kvframe.pipeline",
+    "load_cache": "kvframe.hf",
+    "hookimpl": "kvframe.hookspecs",
+}
 
 
 def __getattr__(name: str) -> Any:

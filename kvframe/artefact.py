@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import uuid
@@ -60,15 +61,7 @@ class Artefact:
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises InputError if it cannot be written."""
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: t.contiguous() for name, t in self.tensors.items()}, partial, metadata=self.metadata)
-            os.replace(partial, path)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"The calibration could not be written to {path} ({error}); name another file.") from error
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, {name: t.contiguous() for name, t in self.tensors.items()}, self.metadata, "calibration")
 
     def check(self, path: Path, stage: str, parameters: str, model: ModelInfo, remedy: str) -> None:
         """Raise InputError, ending in `remedy`, unless this belongs to the stage, its parameters and the model."""
@@ -81,6 +74,22 @@ class Artefact:
         for _, mine, theirs, reason in expected:
             if mine != theirs:
                 raise InputError(f"The calibration {path} does not fit: {reason}; {remedy}")
+
+
+def write_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], what: str) -> None:
+    """Write a safetensors file, whole or not at all: beside its place first. Raises InputError, naming `what` it is, if
+    it cannot be written."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), partial, metadata=dict(metadata))
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"The {what} could not be written to {path} ({error}); name another file.") from error
+    finally:
+        # Where nothing could be written there may be no folder to look in either.
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def load_artefact(path: Path, remedy: str) -> Artefact:

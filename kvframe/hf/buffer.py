@@ -77,6 +77,10 @@ class Recent:
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys.to(device), self._values.to(device)
 
+    def restore(self, keys: Tensor, values: Tensor) -> None:
+        """Hold these columns; the next append copies, so that the tensors are never written to."""
+        self._keys, self._values, self.length, self._shared = keys, values, keys.shape[2], True
+
     def fork(self) -> Recent:
         """A second buffer on the same storage. The next append to either copies, so that neither sees the other's
         tokens."""
@@ -146,9 +150,13 @@ class Tail:
         columns = whole.shape[self.dim] if columns is None else min(columns, whole.shape[self.dim])
         return whole.narrow(self.dim, whole.shape[self.dim] - columns, columns)
 
+    def restore(self, pieces: list[Tensor]) -> None:
+        """Hold these tensors; they are never written to."""
+        self._pieces = list(pieces)
+
     def take_over(self, other: Tail) -> None:
-        """Hold the same tensors as another tail; they are never written to."""
-        self._pieces = list(other._pieces)
+        """Hold the same tensors as another tail."""
+        self.restore(other._pieces)
 
     def fork(self) -> Tail:
         """A second tail on the same tensors."""

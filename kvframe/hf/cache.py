@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvframe.budget import Lengths, Regions, fitted_recent, row_lengths, split_regions
@@ -56,8 +57,8 @@ class CompressedCache(Cache):
         self.kernel = pipeline.spec.attention
         self._model = weakref.ref(model)
         self.info = model_info(model)
-        self._bound = pipeline.bind(self.info)
-        self._open = pipeline, self._bound  # with which a reset cache begins again
+        self.bound = pipeline.bind(self.info)
+        self._open = pipeline, self.bound  # with which a reset cache begins again
         use_kvframe_attention(model)
         self.prefix_length = prefix_length
         self.suffix_length = pipeline.spec.protect.suffix if suffix_length is None else suffix_length
@@ -73,9 +74,10 @@ class CompressedCache(Cache):
         self.recent_validity_bias: Tensor | None = None
         self.trailing_padding = 0
         self.watching = True
-        self._pending = True  # a prompt is waiting to be compressed
+        self.pending = True  # a prompt is waiting to be compressed
         self.drafting = False  # the next few tokens may be drafts of an answer
-        self._states: Any = None
+        self._awaited: CompressedLayer | None = None  # was updated, but not attended yet
+        self.states: Any = None
         self.watch = Watch(self.needs)
         self.watch.attach(model, self)
 
@@ -85,7 +87,20 @@ class CompressedCache(Cache):
         """Called by each attention layer; the first compressed one lets the cache do its work between two steps."""
         if layer_idx == self.info.layer_ids[0]:
             self._before_step(key_states, kwargs.get("kwargs") or {})
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._awaited is not None:
+            self._awaited = None
+            raise ModelError(
+                "The model's attention did not reach the kvframe cache that it was called with; use the cache with the "
+                "model that it was made for, and leave that model's attention implementation as it is."
+            )
+        updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if isinstance(layer := self.layers[layer_idx], CompressedLayer):
+            self._awaited = layer
+        return updated
+
+    def reached(self) -> None:
+        """The attention function has come to the layer that was updated last."""
+        self._awaited = None
 
     def _before_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
         batch, _, length, _ = key_states.shape
@@ -94,7 +109,7 @@ class CompressedCache(Cache):
         if answering:
             self._between_steps()
         else:
-            self._pending = True
+            self.pending = True
         self.watching = not answering or self.pipeline.spec.decode.flush is not None
         position_ids = passed_on.get("position_ids")
         if position_ids is None:
@@ -110,7 +125,7 @@ class CompressedCache(Cache):
     def _between_steps(self) -> None:
         """Before a single-token step: compress the prompt that came before it, or a full block of generated tokens."""
         flush = self.pipeline.spec.decode.flush
-        if self._pending:
+        if self.pending:
             self.compress()
         elif flush is not None and self.valid is not None:
             exact = self.pipeline.spec.protect.recent + int(torch.as_tensor(self.suffix_length).max())
@@ -170,7 +185,7 @@ class CompressedCache(Cache):
                 # A block may come in with what the whole body may hold: which of it stays is decided over all.
                 budget = torch.minimum(limit, regions.body.sum(1) * self.info.layers * self.info.kv_heads)
             observation = self.observe(regions, self.pipeline.needs)
-            result = self.pipeline.run(observation, budget, regions.sinks, self._states, self._bound)
+            result = self.pipeline.run(observation, budget, regions.sinks, self.states, self.bound)
             parts = [reduce(append_part, new, old) for old, new in zip(held, result.parts, strict=True)]
             removed = None
             if limit is not None:
@@ -186,13 +201,13 @@ class CompressedCache(Cache):
             self.ledger.note(
                 f"nothing was compressed: the prompt ({count} tokens) is not longer than what is protected"
             )
-        self._pending = False
+        self.pending = False
 
     def _choose_width(self, regions: Regions, itemsize: int, prompt: bool) -> None:
         """Go on with the encoder's width with which attention errs least. Costs one compression a width."""
         observation, errors = self.observe(regions, self.pipeline.needs), []
         variants = self.pipeline.variants
-        for variant, bound in zip(variants, self._bound, strict=True):
+        for variant, bound in zip(variants, self.bound, strict=True):
             bits = variant.entry_bits(self.info, itemsize)
             budget, _ = self.ledger.budget(variant.spec.budget, regions, self.info, itemsize, bits, prompt)
             made = variant.run(observation, budget, regions.sinks, None, bound)
@@ -200,7 +215,7 @@ class CompressedCache(Cache):
         best = min(range(len(errors)), key=errors.__getitem__)
         said = differences([variant.spec.encoder for variant in variants])
         self.ledger.note(f"of {len(variants)} widths of the encoder attention errs least with {said[best]}")
-        self.pipeline, self._bound = variants[best], self._bound[best]
+        self.pipeline, self.bound = variants[best], self.bound[best]
 
     def _clamped(self, suffix: Lengths) -> Lengths:
         """At most what is there: later blocks may be shorter than the suffix of a prompt."""
@@ -237,7 +252,7 @@ class CompressedCache(Cache):
         if self.positions is not None:
             self.positions = self.positions[:, tokens - keep :].clone()
         self.valid = regions.tail[:, tokens - keep :].clone()
-        self._states = result.states
+        self.states = result.states
         self.note_validity()
 
     def report(self) -> CacheReport:
@@ -248,7 +263,7 @@ class CompressedCache(Cache):
             self.info,
             [*extra, *self.watch.tensors()],
             # What comes from an artefact belongs to the model; what was fitted on the prompt, to this cache.
-            list(held_tensors(self._states)) if self._bound is None else [],
+            list(held_tensors(self.states)) if self.bound is None else [],
             self.valid,
             len(self.layers),
         )
@@ -257,7 +272,7 @@ class CompressedCache(Cache):
         """A second cache that has seen what this one has. Storage is shared until one of them writes, so a fork costs
         next to nothing; `copy.deepcopy` of a cache does the same."""
         other = CompressedCache(
-            self.pipeline, self._live_model(), self.prefix_length, self.suffix_length, needs=self.needs
+            self.pipeline, self.live_model(), self.prefix_length, self.suffix_length, needs=self.needs
         )
         self._hand_over(other)
         return other
@@ -265,7 +280,7 @@ class CompressedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         return self.fork()
 
-    def _live_model(self) -> PreTrainedModel:
+    def live_model(self) -> PreTrainedModel:
         model = self._model()
         if model is None:
             raise InputError("The model of this cache is gone, so the cache cannot be copied.")
@@ -280,16 +295,24 @@ class CompressedCache(Cache):
                 other.layers[index] = copy.deepcopy(mine)
         other.watch.take_over(self.watch)
         other.valid, other.positions, other.ledger = self.valid, self.positions, self.ledger.fork()
-        other._states, other._pending, other.watching = self._states, self._pending, self.watching
+        other.states, other.pending, other.watching = self.states, self.pending, self.watching
         other.drafting = self.drafting
         other.note_validity()
+
+    def save(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Write all that the cache holds to a file, whole or not at all; `kvframe.load_cache` reads it. With the
+        `tokenizer`, loading checks that too. What an encoder took from a calibration is not written, only its hash.
+        Raises InputError for a cache that has seen nothing, or a file that cannot be written."""
+        from kvframe.hf.saved import save
+
+        save(self, Path(path), tokenizer)
 
     def reset(self) -> None:
         """Forget everything, so that the cache can serve another prompt."""
         super().reset()
-        self.pipeline, self._bound = self._open
-        self.ledger, self.valid, self.positions, self._states = Ledger(), None, None, None
-        self.recent_validity_bias, self.trailing_padding, self._pending = None, 0, True
+        self.pipeline, self.bound = self._open
+        self.ledger, self.valid, self.positions, self.states = Ledger(), None, None, None
+        self.recent_validity_bias, self.trailing_padding, self.pending = None, 0, True
         self.drafting = False
         self.watch.reset()
 

@@ -71,6 +71,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def watch_query(self, query: Tensor, mask: Tensor | None) -> None:
         """Note the validity of the new tokens, and the queries `[B, Hq, Q, D]` if a stage needs them."""
+        self.cache.reached()
         self.cache.watch_mask(self, query.shape[2], mask)
         if self.queries.limit and self.cache.watching:
             self.queries.append(query, self.cache.trailing_padding)
@@ -110,6 +111,20 @@ class CompressedLayer(CacheLayerMixin):
         other.parts, other.recent, other.seen = self.parts, self.recent.fork(), self.seen
         other.queries, other.outputs = self.queries.fork(), self.outputs.fork()
         other.is_initialized = self.is_initialized
+
+    def restore(
+        self,
+        parts: tuple[Part, ...],
+        seen: int,
+        recent: tuple[Tensor, Tensor],
+        queries: list[Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        """Hold what another layer held."""
+        self.parts, self.seen, self.is_initialized = parts, seen, True
+        self.recent.restore(*recent)
+        self.queries.restore(queries)
+        self.outputs.restore(outputs)
 
     def get_seq_length(self) -> int:
         """Tokens seen: positions and masks derive from it."""

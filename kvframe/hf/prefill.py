@@ -33,7 +33,7 @@ class Prefill(CompressedCache):
         """A cache for `pipeline` that has seen what this one has; without a pipeline, a second prefill. Storage is
         shared until one of them writes. Raises InputError for a pipeline that needs what was not observed."""
         if pipeline is None:
-            other: CompressedCache = Prefill(self._live_model(), [])
+            other: CompressedCache = Prefill(self.live_model(), [])
             other.needs = self.needs
         else:
             if self.needs | pipeline.needs != self.needs:
@@ -41,6 +41,6 @@ class Prefill(CompressedCache):
                     f"'{pipeline.name}' needs {pipeline.needs}, but this prefill observed {self.needs}; "
                     "give the pipeline to Prefill(model, pipelines)."
                 )
-            other = CompressedCache(pipeline, self._live_model(), prefix_length, suffix_length, needs=self.needs)
+            other = CompressedCache(pipeline, self.live_model(), prefix_length, suffix_length, needs=self.needs)
         self._hand_over(other)
         return other

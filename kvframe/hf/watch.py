@@ -88,6 +88,10 @@ class Watch:
     def _tails(self) -> list[Tail]:
         return [*self.hidden.values(), *([self.surprisal] if self.surprisal is not None else [])]
 
+    def tails(self) -> list[Tail]:
+        """All that is held."""
+        return [*self._tails(), self._ends]
+
     def take_over(self, other: Watch) -> None:
         """Go on from what another watch with the same needs saw."""
         for mine, theirs in zip(self._tails(), other._tails(), strict=True):
@@ -96,22 +100,22 @@ class Watch:
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows, in this order."""
-        for tail in (*self._tails(), self._ends):
+        for tail in self.tails():
             tail.select(rows)
 
     def drop_last(self, columns: int) -> None:
         """Forget the last columns."""
-        for tail in (*self._tails(), self._ends):
+        for tail in self.tails():
             tail.drop_last(columns)
 
     def to(self, device: torch.device) -> None:
         """Move to a device."""
-        for tail in (*self._tails(), self._ends):
+        for tail in self.tails():
             tail.to(device)
 
     def tensors(self) -> list[Tensor]:
         """The tensors held."""
-        return [t for tail in (*self._tails(), self._ends) for t in tail.tensors()]
+        return [t for tail in self.tails() for t in tail.tensors()]
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:

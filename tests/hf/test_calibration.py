@@ -212,7 +212,7 @@ def test_the_command(tmp_path, cache_folder, monkeypatch):
         model.generate(torch.randint(3, 90, (1, 80)), cache=cache, max_new_tokens=3, pad_token_id=0)
     assert cache.compressed_layers[0].parts
     assert runner.invoke(app, command).exit_code == 0
-    assert kvframe.load("aatc").cache(model)._bound is not None
+    assert kvframe.load("aatc").cache(model).bound is not None
     for arguments, message in (
         (["--spec", "snapkv"], "'dense' of the spec 'snapkv' learns nothing"),
         (["--spec", "aatc", "--text", str(tmp_path / "none")], "could not be read"),

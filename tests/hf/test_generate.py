@@ -351,6 +351,12 @@ def test_operations_not_supported_name_themselves(llama, call):
         getattr(cache.compressed_layers[0], call)()
 
 
+def test_a_cache_used_with_another_model_says_so(llama):
+    cache, other = kvframe.load("identity", TOP_K).cache(llama), tiny_model("llama")
+    with pytest.raises(ModelError, match="the model that it was made for"):
+        other(**batch([9]), cache=cache)
+
+
 def test_gradients_are_refused(llama):
     with torch.enable_grad(), pytest.raises(InputError, match=r"torch.no_grad"):
         llama(**batch([9]), cache=kvframe.load("identity").cache(llama))

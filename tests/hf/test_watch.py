@@ -121,7 +121,7 @@ def test_chunks_are_watched_as_one(llama):
     for pieces in ((60,), (25, 35), (1, 2, 57)):
         cache = curious_pipeline().cache(llama)
         for piece in inputs["input_ids"].split(pieces, 1):
-            cache._pending = False  # a chunk of one token is no step here
+            cache.pending = False  # a chunk of one token is no step here
             llama(piece, cache=cache)
         cache.compress()
     whole, *others = SEEN

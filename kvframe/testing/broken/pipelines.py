@@ -119,6 +119,17 @@ class PromptsOnly(TopK):
         return super().allocate(observation, segments, scores, budget)
 
 
+class Unregistered(Dense):
+    """A sound encoder that no plugin registers, so that nobody else can read what it wrote."""
+
+    name: Literal["broken.unregistered"] = "broken.unregistered"  # type: ignore[assignment]
+
+
+def unreadable() -> PipelineSpec:
+    """A spec with a stage that is not registered."""
+    return spec_class().model_validate({"budget": {"ratio": 2}}).model_copy(update={"encoder": Unregistered()})
+
+
 class DividesTheBudget(TopK):
     """Divides by the number of entries of a head, which may be 0."""
 
@@ -198,5 +209,6 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
     (_pipeline("blocks-differ", attention=BlocksDiffer()), ("decoding_steps_equal_one_block",)),
     (_pipeline("prompts-only", allocator=PromptsOnly()), ("flushing_stays_within_budget",)),
     (_pipeline("first-prompt-only", allocator=FirstPromptOnly()), ("a_second_prompt_is_compressed",)),
+    (Pipeline(unreadable(), "broken-unreadable"), ("a_saved_cache_goes_on", "survives_a_file")),
     (_pipeline("divides-the-budget", allocator=DividesTheBudget()), ("tiny_prompts_are_served",)),
 )

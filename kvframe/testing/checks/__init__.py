@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from kvframe.testing.checks import allocator, encoder, kernel, pipeline, scorer, segmenter, stage
+from kvframe.testing.checks import allocator, encoder, kernel, pipeline, saved, scorer, segmenter, stage
 from kvframe.testing.law import Law
 
 
@@ -20,5 +20,5 @@ LAWS: dict[str, tuple[Law, ...]] = {
     "allocator": _laws_in(allocator),
     "encoder": _laws_in(encoder),
     "attention": _laws_in(kernel),
-    "pipeline": _laws_in(pipeline),
+    "pipeline": _laws_in(pipeline) + _laws_in(saved),
 }

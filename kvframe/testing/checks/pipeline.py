@@ -27,7 +27,7 @@ from kvframe.types import storage_bytes
 
 SINK, RECENT, SUFFIX, FLUSH = 2, 3, 2, 4
 # What is not the cache's memory: its books, the model, the stages, and what an encoder learned once.
-_SHARED = ("ledger", "info", "pipeline", "kernel", "encoder", "state", "_states", "_bound", "_cache", "_handles")
+_SHARED = ("ledger", "info", "pipeline", "kernel", "encoder", "state", "states", "bound", "_open", "_cache", "_handles")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Batch:
         return torch.stack([self.tokens(row, count, 1) for row in range(len(self.lengths))])
 
 
-def _batches(pipeline: Pipeline, rows: int = 3) -> Any:
+def batches(pipeline: Pipeline, rows: int = 3) -> Any:
     # Long enough for what is protected, at any ratio; rows of different lengths, so that there is padding.
     shortest = max(24, 8 * math.ceil(pipeline.spec.budget.ratio or 2))
     lengths = st.permutations([shortest, shortest + 9, shortest + 17]).map(lambda order: tuple(order[:rows]))
@@ -116,7 +116,7 @@ def _new_cache(pipeline: Pipeline, batch: Batch, model: Any) -> Any:
             assume(False)
     fits = encoder.model_copy(update={"calibration": PROMPT})
     made = Pipeline(pipeline.spec.model_copy(update={"encoder": fits}), pipeline.name).cache(model)
-    made._bound = _calibrated(fits, batch.family)
+    made.bound = _calibrated(fits, batch.family)
     return made
 
 
@@ -202,7 +202,7 @@ def survives_a_file(pipeline: Pipeline) -> None:
         expect(again == spec and again.fingerprint == spec.fingerprint, f"{spec!r}", f"{again!r}")
 
 
-@law("pipeline", _batches, weight=0.15)
+@law("pipeline", batches, weight=0.15)
 def full_budget_is_full_attention(pipeline: Pipeline, batch: Batch) -> None:
     """At ratio 1 and with nothing coded, decoding gives the logits of transformers' own cache."""
     exact = small(pipeline, budget=Budget(ratio=1), encoder=Dense())
@@ -211,7 +211,7 @@ def full_budget_is_full_attention(pipeline: Pipeline, batch: Batch) -> None:
     _same(got, wanted, _tolerance(wanted, batch), "the logits of the full cache")
 
 
-@law("pipeline", _batches, weight=0.15)
+@law("pipeline", batches, weight=0.15)
 def row_alone_equals_row_in_batch(pipeline: Pipeline, batch: Batch) -> None:
     """A prompt gives the same logits alone as in a left-padded batch, after compression."""
     pipeline = small(pipeline)
@@ -221,7 +221,7 @@ def row_alone_equals_row_in_batch(pipeline: Pipeline, batch: Batch) -> None:
         _same(together[row : row + 1], alone, _tolerance(alone, batch), f"of row {row} what it gives alone")
 
 
-@law("pipeline", lambda pipeline: _batches(pipeline, 2), weight=0.15)
+@law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.15)
 def padding_changes_nothing(pipeline: Pipeline, batch: Batch) -> None:
     """More padding at the left changes no logits."""
     pipeline = small(pipeline)
@@ -230,7 +230,7 @@ def padding_changes_nothing(pipeline: Pipeline, batch: Batch) -> None:
     _same(padded, plain, _tolerance(plain, replace(batch, padding=5)), "the same with 5 more columns of padding")
 
 
-@law("pipeline", lambda pipeline: st.tuples(_batches(pipeline, 2), _batches(pipeline, 2)), weight=0.15)
+@law("pipeline", lambda pipeline: st.tuples(batches(pipeline, 2), batches(pipeline, 2)), weight=0.15)
 def caches_in_turn_equal_each_alone(pipeline: Pipeline, batches: tuple[Batch, Batch]) -> None:
     """Two caches used in turn on one model give bit by bit what each gives alone."""
     pipeline = small(pipeline)
@@ -243,7 +243,7 @@ def caches_in_turn_equal_each_alone(pipeline: Pipeline, batches: tuple[Batch, Ba
             _same(logits, alone[which][:, step : step + 1], 0.0, f"bit by bit what cache {which} gives alone")
 
 
-@law("pipeline", lambda pipeline: st.tuples(_batches(pipeline, 2), _batches(pipeline, 2)), weight=0.15)
+@law("pipeline", lambda pipeline: st.tuples(batches(pipeline, 2), batches(pipeline, 2)), weight=0.15)
 def a_reset_cache_is_as_new(pipeline: Pipeline, batches: tuple[Batch, Batch]) -> None:
     """A cache that served one batch and was reset serves the next as a new one would, bit by bit."""
     pipeline = small(pipeline)
@@ -258,7 +258,7 @@ def a_reset_cache_is_as_new(pipeline: Pipeline, batches: tuple[Batch, Batch]) ->
     _same(used.answer(), fresh, 0.0, "bit by bit what a new cache gives")
 
 
-@law("pipeline", lambda pipeline: _batches(pipeline, 2), weight=0.1)
+@law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.1)
 def the_model_stays_as_it_was(pipeline: Pipeline, batch: Batch) -> None:
     """After use the model's weights, its modules' attributes and hooks, and its logits with a stock cache are as
     before."""
@@ -279,7 +279,7 @@ def the_model_stays_as_it_was(pipeline: Pipeline, batch: Batch) -> None:
     _same(Session(None, batch, model).answer(), before, 0.0, "the logits that the stock cache gave before")
 
 
-@law("pipeline", _batches, weight=0.15)
+@law("pipeline", batches, weight=0.15)
 def bytes_are_as_reported(pipeline: Pipeline, batch: Batch) -> None:
     """The report's bytes are the size of all storages that can be reached from the cache, and the sum of its parts."""
     session = Session(small(pipeline), batch)
@@ -311,7 +311,7 @@ def _within(session: Session, ratio: float, regions: int) -> None:
     )
 
 
-@law("pipeline", _batches, applies=_spending, weight=0.15)
+@law("pipeline", batches, applies=_spending, weight=0.15)
 def budget_is_respected(pipeline: Pipeline, batch: Batch) -> None:
     """After compression each row holds at most its tokens / ratio entries, protected ones included, and the report says
     so."""
@@ -325,7 +325,7 @@ def budget_is_respected(pipeline: Pipeline, batch: Batch) -> None:
     expect(kept, f"a ratio of at least {report.requested_ratio}", str(report.entry_ratio))
 
 
-@law("pipeline", lambda pipeline: _batches(pipeline, 2), weight=0.15)
+@law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.15)
 def decoding_steps_equal_one_block(pipeline: Pipeline, batch: Batch) -> None:
     """After compression, tokens one by one give the logits that they give in one block."""
     pipeline = small(pipeline, decode=Decode())
@@ -335,7 +335,7 @@ def decoding_steps_equal_one_block(pipeline: Pipeline, batch: Batch) -> None:
     _same(steps, block, _tolerance(block, batch), "the logits of one block")
 
 
-@law("pipeline", lambda pipeline: _batches(pipeline, 2), applies=lambda p: bool(p.spec.allocator.streams), weight=0.15)
+@law("pipeline", lambda pipeline: batches(pipeline, 2), applies=lambda p: bool(p.spec.allocator.streams), weight=0.15)
 def flushing_stays_within_budget(pipeline: Pipeline, batch: Batch) -> None:
     """With an allocator that streams, blocks of answer tokens are compressed as they leave the recent window: at every
     step no more than a block too many is exact, and what was compressed is within the ratio."""
@@ -354,7 +354,7 @@ def flushing_stays_within_budget(pipeline: Pipeline, batch: Batch) -> None:
         expect(kept, f"a ratio of at least {pipeline.spec.budget.ratio}", f"{report.entry_ratio} at step {step}")
 
 
-@law("pipeline", lambda pipeline: _batches(pipeline, 2), weight=0.15)
+@law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.15)
 def a_second_prompt_is_compressed(pipeline: Pipeline, batch: Batch) -> None:
     """A second turn's prompt is attended with what is there, then compressed in its turn, within the ratio."""
     pipeline = small(pipeline)

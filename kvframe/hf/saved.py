@@ -1,0 +1,259 @@
+"""Caches on disk: one safetensors file with the tensors that are held and a JSON header that says what they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvframe import __version__
+from kvframe.artefact import rope_fingerprint, write_whole
+from kvframe.errors import InputError, KvframeError
+from kvframe.hf.layer import CompressedLayer
+from kvframe.pipeline import Pipeline
+from kvframe.plain import flatten, map_tensors, unflatten
+from kvframe.spec import validate_spec
+from kvframe.types import Encoded, Part, held_tensors
+
+if TYPE_CHECKING:
+    from kvframe.hf.cache import CompressedCache
+
+# Counts up when what stands in the file changes.
+FORMAT = 1
+HEADER = "kvframe cache"
+BOOKS = ("compressions", "seconds", "tokens", "context", "allowed", "kept", "notes")
+# What transformers' own layers of full or sliding attention hold beside keys and values.
+OTHER = ("cumulative_length", "is_initialized")
+
+
+def save(cache: CompressedCache, path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Write all that the cache holds. See CompressedCache.save."""
+    if cache.valid is None or cache.positions is None:
+        raise InputError("There is nothing to save: the cache has not seen a prompt yet.")
+    tensors: dict[str, Tensor] = {}
+    layers = [
+        _layer(layer, tensors) if isinstance(layer, CompressedLayer) else _other(layer, tensors)
+        for layer in cache.layers
+    ]
+    states, learned = list(cache.states or ()), cache.bound is not None
+    header = {
+        "format": FORMAT,
+        "kvframe": __version__,
+        "name": cache.pipeline.name,
+        "spec": cache.pipeline.spec.dump(),
+        **_belongs_to(cache, tokenizer),
+        "layers": layers,
+        "watch": flatten([list(tail.tensors()) for tail in cache.watch.tails()], tensors, "watch."),
+        "books": flatten({name: getattr(cache.ledger, name) for name in BOOKS}, tensors, "books."),
+        "valid": flatten(cache.valid, tensors, "valid."),
+        "positions": flatten(cache.positions, tensors, "positions."),
+        "prefix": _plain_lengths(cache.prefix_length),
+        "suffix": _plain_lengths(cache.suffix_length),
+        "pending": cache.pending,
+        # What an artefact gives is not written again; its hash says whether it is still the same.
+        "learned": digest(list(held_tensors(states))) if learned else "",
+        "states": None if learned or not states else flatten(states, tensors, "state."),
+    }
+    tensors = _apart(tensors)
+    text = json.dumps(header)
+    metadata = {HEADER: text, "sha256": _checksum(text, tensors)}
+    write_whole(path, tensors, metadata, "cache")
+
+
+def load_cache(
+    path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> CompressedCache:
+    """Read a cache that `cache.save` wrote, to go on with on `model`: the same model, in the same dtype, with the same
+    RoPE scaling, and the same `tokenizer` if both sides name one. The file is mapped, not copied, so two loads share
+    their memory until one of them writes, and the file must stay as it is.
+
+    Raises InputError for a file that is missing, damaged, foreign or newer, or of another model, and what making a
+    cache raises, such as for a plugin or a calibration that is missing."""
+    path = Path(path)
+    header, tensors = _read(path)
+    try:
+        pipeline = Pipeline(validate_spec(header["spec"], f"the spec in {path}"), header["name"])
+        cache = pipeline.cache(model, header["prefix"], header["suffix"])
+        _check_owner(path, header, _belongs_to(cache, tokenizer))
+        _restore(cache, header, tensors)
+    except KvframeError:
+        raise
+    # The checksum held, so the file is what some other version wrote.
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"The cache {path} was written by kvframe {header.get('kvframe')} and cannot be understood by "
+            f"{__version__} ({type(error).__name__}: {error}); make it anew."
+        ) from error
+    return cache
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous, no two of them in one storage."""
+    found: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        held = tensor.detach().cpu().contiguous()
+        found[name] = held.clone() if held.untyped_storage().data_ptr() in taken else held
+        taken.add(found[name].untyped_storage().data_ptr())
+    return found
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """A hash of the tensors' contents, in their order."""
+    return _checksum("", {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)})
+
+
+def _layer(layer: CompressedLayer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    parts = [
+        {
+            "exact": part.encoder != layer.cache.pipeline.spec.encoder,
+            "encoded": flatten(
+                {
+                    "offsets": part.encoded.offsets,
+                    "codes": dict(part.encoded.codes),
+                    "log_multiplicity": part.encoded.log_multiplicity,
+                    "positions": part.encoded.positions,
+                },
+                tensors,
+                "part.",
+            ),
+            "format": part.encoded.format,
+            "dtype": str(part.encoded.dtype).removeprefix("torch."),
+        }
+        for part in layer.parts
+    ]
+    return {
+        "parts": parts,
+        "seen": layer.seen,
+        "recent": flatten([layer.recent.keys, layer.recent.values], tensors, "recent."),
+        "queries": flatten(layer.queries.tensors(), tensors, "queries."),
+        "outputs": flatten(layer.outputs.tensors(), tensors, "outputs."),
+    }
+
+
+def _other(layer: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A layer that is transformers' own."""
+    if any(isinstance(getattr(layer, name, None), Tensor) for name in OTHER) or not hasattr(layer, "keys"):
+        raise InputError(f"A {type(layer).__name__} of this model cannot be saved; only attention layers can.")
+    held = {name: getattr(layer, name) for name in OTHER if hasattr(layer, name)}
+    held |= {"keys": layer.keys, "values": layer.values}
+    return {"kind": type(layer).__name__, "other": flatten(held, tensors, "other.")}
+
+
+def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Give a fresh cache what stands in the file."""
+    device, encoder = next(cache.live_model().parameters()).device, cache.pipeline.spec.encoder
+    package = type(encoder).__module__.partition(".")[0]
+
+    def read(data: Any) -> Any:
+        return map_tensors(unflatten(data, tensors, package), lambda tensor: tensor.to(device))
+
+    if cache.bound is not None:
+        if header["learned"] != digest(list(held_tensors(list(cache.bound)))):
+            raise InputError(
+                "The saved cache was coded with another calibration than this one; load it where that calibration is, "
+                "or make it anew."
+            )
+        cache.states = cache.bound
+    elif header["states"] is not None:
+        cache.states = read(header["states"])
+    for index, (layer, held) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+        if not isinstance(layer, CompressedLayer):
+            if held["kind"] != type(layer).__name__:
+                raise ValueError(f"layer {index} is a {type(layer).__name__}, not a {held['kind']}")
+            _restore_other(layer, read(held["other"]))
+            continue
+        state = () if cache.states is None else cache.states[cache.info.layer_ids.index(index)]
+        parts = tuple(_part(part, read(part["encoded"]), encoder, state) for part in held["parts"])
+        layer.restore(parts, held["seen"], read(held["recent"]), read(held["queries"]), read(held["outputs"]))
+    for tail, pieces in zip(cache.watch.tails(), read(header["watch"]), strict=True):
+        tail.restore(pieces)
+    for name, value in read(header["books"]).items():
+        setattr(cache.ledger, name, value)
+    cache.valid, cache.positions, cache.pending = read(header["valid"]), read(header["positions"]), header["pending"]
+    cache.note_validity()
+
+
+def _part(held: dict[str, Any], encoded: dict[str, Any], encoder: Any, state: Any) -> Part:
+    from kvframe.builtin.encoders import Dense
+
+    codes = Encoded(format=held["format"], dtype=getattr(torch, held["dtype"]), **encoded)
+    return Part(codes, Dense()) if held["exact"] else Part(codes, encoder, state)
+
+
+def _restore_other(layer: Any, held: dict[str, Any]) -> None:
+    if held["keys"] is not None:
+        layer.lazy_initialization(held["keys"], held["values"])
+    for name, value in held.items():
+        setattr(layer, name, value)
+
+
+def _plain_lengths(value: Any) -> Any:
+    return torch.as_tensor(value).tolist()
+
+
+def _belongs_to(cache: CompressedCache, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
+    """What a saved cache and its model must have in common."""
+    model = cache.live_model()
+    vocabulary = "" if tokenizer is None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return {
+        "model": cache.info.fingerprint,
+        "rope": rope_fingerprint(cache.info.rope),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:12] if vocabulary else "",
+    }
+
+
+def _check_owner(path: Path, header: dict[str, Any], mine: dict[str, str]) -> None:
+    for name, reason in (
+        ("model", "it was made with another model"),
+        ("dtype", f"it was made in {header['dtype']}, but the model is in {mine['dtype']}"),
+        ("rope", "it was made with another RoPE scaling or base"),
+        ("tokenizer", "it was made with another tokenizer"),
+    ):
+        # Without a tokenizer on either side there is nothing to compare.
+        known = name != "tokenizer" or (header[name] and mine[name])
+        if known and header[name] != mine[name]:
+            raise InputError(f"The cache {path} does not fit: {reason}; load it with that one, or make it anew.")
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors, held against their checksum. The tensors are mapped: no memory is taken until it is read, and
+    what two loads read is in memory once."""
+    remedy = "make it anew with cache.save."
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise InputError(f"There is no cache at {path}; {remedy}") from None
+    except (OSError, SafetensorError, ValueError) as error:
+        raise InputError(f"The cache {path} cannot be read ({error}); {remedy}") from error
+    text = metadata.get(HEADER)
+    if text is None:
+        raise InputError(f"The file {path} is no kvframe cache; {remedy}")
+    if metadata.get("sha256") != _checksum(text, tensors):
+        raise InputError(f"The cache {path} is damaged: its checksum does not fit its contents; {remedy}")
+    header = cast(dict[str, Any], json.loads(text))
+    if header.get("format") != FORMAT:
+        raise InputError(
+            f"The cache {path} has format {header.get('format')}, but this version reads {FORMAT}; {remedy}"
+        )
+    return header, tensors
+
+
+def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the header and of each tensor's name, dtype, shape and bytes."""
+    total = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total.update(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+    return total.hexdigest()
