@@ -3,8 +3,8 @@
     python benchmarks/gracekv_standings.py run --text book.txt --out runs/standings --minutes 10    # until all is there
     python benchmarks/gracekv_standings.py show runs/standings --without gracekv-paper
 
-`run` reads each prompt once for all specs and once with transformers' cache, whose own greedy answer (or the text that
-follows) is then teacher-forced through every compressed cache in one call. It goes on where it stopped. All specs but
+`run` reads each prompt once. The full cache's own greedy answer (or the text that follows) is then teacher-forced
+through every compressed cache in one call. It goes on where it stopped. All specs but
 `gracekv-paper` protect the same tokens: 4 sinks and 32 recent ones, or a quarter of the budget once that is below 1.5
 windows.
 
@@ -19,14 +19,15 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
 import torch
 
-from kvframe.eval import Source, kl_divergence, make_tasks
-from kvframe.eval.measure import Reference, Runner, observe, run_reference
+from kvframe.eval import Example, Source, kl_divergence, make_tasks
+from kvframe.eval.measure import Runner, observe
 from kvframe.hf import Prefill, load_model
 from kvframe.pipeline import Pipeline, load
 from kvframe.specfile import spec_source
@@ -49,9 +50,34 @@ def pipelines(specs: str, ratios: str) -> dict[tuple[str, str], Pipeline]:
     return found
 
 
-def one(reference: Reference, observed: Prefill, pipeline: Pipeline) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """The tokens that are scored, the full cache's logits for them `[T, V]`, and whether it answers correctly."""
+
+    answer: tuple[int, ...]
+    logits: torch.Tensor
+    correct: bool | None
+
+
+def full_cache(runner: Runner, example: Example, observed: Prefill) -> Reference:
+    """What the cache without compression does on an example."""
+    cache, answer, fed = observed.fork(), list(example.targets), example.prompt.ids[-1]
+    if answer:
+        return Reference(tuple(answer), runner.step(cache, [fed, *answer[:-1]]).float(), None)
+    rows = []
+    while len(answer) < example.new_tokens:
+        rows.append(runner.step(cache, [fed]))
+        fed = int(rows[-1].argmax())
+        answer.append(fed)
+        if fed in runner.stop_ids:
+            break
+    correct = example.answer.lower() in runner.text(answer).lower()
+    return Reference(tuple(answer), torch.cat(rows).float(), correct)
+
+
+def one(runner: Runner, example: Example, reference: Reference, observed: Prefill, pipeline: Pipeline) -> Any:
     """What one pipeline did on one example."""
-    runner, prompt = reference.runner, reference.example.prompt
+    prompt = example.prompt
     cache = observed.fork(pipeline, prompt.prefix_length, prompt.suffix_length - 1)
     begin = time.process_time()
     cache.compress()
@@ -110,10 +136,9 @@ def run(options: argparse.Namespace) -> None:
                 if time.monotonic() > stop:
                     return
                 example = task.example(index)
-                reference = run_reference(runner, example)
-                correct = reference.score().get("hit")
                 observed, _ = observe(runner, example, missing.values())
                 remembered.scores.clear()
+                reference = full_cache(runner, example, observed)
                 for (spec, budget), pipeline in missing.items():
                     record = {
                         "task": task.name,
@@ -123,8 +148,8 @@ def run(options: argparse.Namespace) -> None:
                         "fingerprint": pipeline.spec.fingerprint,
                         "seed": options.seed,
                         "tokens": len(example.prompt.ids),
-                        "full_cache_correct": correct,
-                        **one(reference, observed, pipeline),
+                        "full_cache_correct": reference.correct,
+                        **one(runner, example, reference, observed, pipeline),
                     }
                     file.write(json.dumps(record) + "\n")
                     file.flush()

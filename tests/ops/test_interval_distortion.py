@@ -137,6 +137,18 @@ def test_chunks_change_nothing(monkeypatch, impl, limit, small):
     assert torch.allclose(interval_distortion(*args, impl=impl).distortion, whole.distortion, atol=1e-6)
 
 
+def test_threads_change_nothing():
+    pytest.importorskip("numba")
+    args, before = make(1, 3, 33, 5, 8, 4, 1.25, True, 7), torch.get_num_threads()
+    tables = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        tables.append(interval_distortion(*args, impl="numba"))
+    torch.set_num_threads(before)
+    assert torch.allclose(tables[0].distortion, tables[1].distortion, atol=1e-6)
+    assert torch.allclose(tables[0].multiplicity, tables[1].multiplicity, rtol=1e-5)
+
+
 def test_without_numba_the_torch_path_is_taken_and_said_once(monkeypatch, caplog):
     op = importlib.import_module("kvframe.ops.interval_distortion")
     monkeypatch.setattr(op, "find_spec", lambda name: None)
@@ -149,7 +161,7 @@ def test_without_numba_the_torch_path_is_taken_and_said_once(monkeypatch, caplog
     assert torch.equal(second.distortion, first.distortion)
     assert len(caplog.records) == 1
     monkeypatch.setattr(op, "compiled", lambda: False)
-    with pytest.raises(InputError, match="needs numba; install it, or use impl='auto'"):
+    with pytest.raises(InputError, match=r"needs numba: pip install 'kvframe\[cpu\]', or use impl='auto'"):
         interval_distortion(*args, impl="numba")
 
 

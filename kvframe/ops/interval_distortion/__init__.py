@@ -57,7 +57,9 @@ def interval_distortion(
             f"interval_distortion has no implementation '{impl}'; there are: auto, {', '.join(IMPLEMENTATIONS)}."
         )
     if impl == "numba" and not compiled():
-        raise InputError("interval_distortion's numba path needs numba; install it, or use impl='auto'.")
+        raise InputError(
+            "interval_distortion's numba path needs numba: pip install 'kvframe[cpu]', or use impl='auto'."
+        )
     name = impl
     if impl == "auto":
         name = "triton" if keys.is_cuda else "numba" if keys.device.type == "cpu" and compiled() else "fast"
@@ -69,9 +71,7 @@ def compiled() -> bool:
     """Whether numba is there; says so once if it is not."""
     found = find_spec("numba") is not None
     if not found:
-        log.info(
-            "Interval tables are made without numba, in two to three times the time; install numba to change that."
-        )
+        log.info("numba is not installed, so interval tables take twice the time; pip install 'kvframe[cpu]' helps.")
     return found
 
 
