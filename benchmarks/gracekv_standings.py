@@ -35,8 +35,10 @@ from kvframe.types import Observation, Segments
 from kvframe_baselines import H2O
 
 BASELINES = "h2o,streamingllm,snapkv,pyramidkv,adakv,chunkkv,cam,d2o,globalkv"
-TASKS = "niah,multikey,words,continuation"
+TASKS = "words,continuation,niah,multikey"
 RATIOS = "4,8,16,32,64"
+# (task, ratio) -> spec -> (seed, example) -> record
+Cells = dict[tuple[str, int], dict[str, dict[tuple[int, int], dict[str, Any]]]]
 PROTECT = {"sink": 4, "recent": 32, "recent_min": 4, "recent_share": 0.25}
 
 
@@ -124,8 +126,8 @@ def run(options: argparse.Namespace) -> None:
     source = Source(runner.tokenizer, options.text.read_text(), options.tokens, options.seed)
     tasks = make_tasks(tuple(options.tasks.split(",")), source)
     with path.open("a") as file:
-        for index in range(options.limit):
-            for task in tasks:
+        for task in tasks:
+            for index in range(options.limit):
                 missing = {
                     key: pipeline
                     for key, pipeline in wanted.items()
@@ -158,8 +160,7 @@ def run(options: argparse.Namespace) -> None:
 
 def show(options: argparse.Namespace) -> None:
     """Print the tables and the count."""
-    cells: dict[tuple[str, int], dict[str, dict[tuple[int, int], dict[str, Any]]]]
-    cells = defaultdict(lambda: defaultdict(dict))
+    cells: Cells = defaultdict(lambda: defaultdict(dict))
     for folder in options.folder:
         for line in (folder / "results.jsonl").read_text().splitlines():
             record = json.loads(line)
@@ -195,9 +196,26 @@ def show(options: argparse.Namespace) -> None:
         print(f"\n{options.spec} is {standing}")
         count[standing] += 1
         summary.append(f"| {task} | {ratio}x | {standing} | {', '.join(ahead)} |")
+    overview(cells)
     print("\n| task | ratio | standing | lower by more than one standard error |\n|---|---|---|---|")
     print("\n".join(summary))
     print("\n" + ", ".join(f"{name} in {number}" for name, number in count.items()), f"of {len(cells)} settings")
+
+
+def overview(cells: Cells) -> None:
+    """Mean KL of every spec at every ratio, one table a task; the lowest in bold."""
+    for task in sorted({task for task, _ in cells}):
+        ratios = sorted(ratio for name, ratio in cells if name == task)
+        means = {r: {s: mean(x["kl"] for x in f.values()) for s, f in cells[task, r].items()} for r in ratios}
+        specs = sorted({s for r in ratios for s in means[r]}, key=lambda s: sum(means[r].get(s, 0.0) for r in ratios))
+        print(f"\n| {task} | {' | '.join(f'{r}x' for r in ratios)} |\n|---{'|---' * len(ratios)}|")
+        for spec in specs:
+            row = []
+            for r in ratios:
+                value = means[r].get(spec)
+                text = "" if value is None else f"{value:.3f}"
+                row.append(f"**{text}**" if value == min(means[r].values()) else text)
+            print(f"| `{spec}` | {' | '.join(row)} |")
 
 
 def main() -> None:
