@@ -166,6 +166,14 @@ def show(options: argparse.Namespace) -> None:
             record = json.loads(line)
             cell = cells[record["task"], int(record["budget"].removesuffix("x"))]
             cell[record["spec"]][record["seed"], record["example"]] = record
+    # Means are over the examples that the spec in question was measured on.
+    for key in [key for key, specs in cells.items() if options.spec not in specs]:
+        del cells[key]
+    for specs in cells.values():
+        for name, found in list(specs.items()):
+            specs[name] = {i: record for i, record in found.items() if i in specs[options.spec]}
+            if not specs[name]:
+                del specs[name]
     out = set(options.without.split(","))
     count: dict[str, int] = defaultdict(int)
     summary = []
@@ -178,8 +186,7 @@ def show(options: argparse.Namespace) -> None:
         for name, found in sorted(specs.items(), key=lambda item: mean(r["kl"] for r in item[1].values())):
             values = [r["kl"] for r in found.values()]
             hits = [r["same_answer"] for r in found.values() if r["full_cache_correct"]]
-            both = sorted(set(own) & set(found))
-            paired = [found[i]["kl"] - own[i]["kl"] for i in both]
+            paired = [record["kl"] - own[i]["kl"] for i, record in sorted(found.items())]
             error = stdev(paired) / len(paired) ** 0.5 if len(paired) > 1 else 0.0
             shown = f"{mean(paired):+.3f} ± {error:.3f}" if name != options.spec else ""
             wins = f"{sum(p > 0 for p in paired)} of {len(paired)}" if name != options.spec else ""
