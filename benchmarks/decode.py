@@ -47,6 +47,7 @@ def fill(model: LlamaForCausalLM, cache: DynamicCache | CompressedCache, context
         cache.update(keys, values, index, kwargs=passed_on)
         if isinstance(cache, CompressedCache):
             layer = passed_on["kvframe_layer"]
+            layer.cache.reached()
             layer.cache.watch_mask(layer, context, None)
             if layer.queries.limit:
                 layer.queries.append(query)

@@ -30,6 +30,12 @@ class Rope:
         """The inverse of `rotate`."""
         return self._turn(x, positions, -1.0, 1.0 / self.scaling)
 
+    def factors(self, count: int) -> tuple[Tensor, Tensor]:
+        """The cosines and sines fp32 `[count, R/2]` that `rotate` multiplies with at positions 0 to `count - 1`."""
+        positions = torch.arange(count, device=self.inv_freq.device)
+        angle = positions[:, None].float() * self.inv_freq
+        return angle.cos() * self.scaling, angle.sin() * self.scaling
+
     def _turn(self, x: Tensor, positions: Tensor, direction: float, factor: float) -> Tensor:
         x = x if x.dtype == torch.float64 else x.float()
         # The angle is rounded to fp32 as the model rounds it, so that unrotate inverts what the model did.

@@ -2,7 +2,7 @@
 
 from kvframe.ops import bitpack, lloyd_max, native
 from kvframe.ops.interval_distortion import IntervalTables, gram_band, interval_distortion, interval_sums
-from kvframe.ops.packed_attention import Packed, PackedRows, packed_attention
+from kvframe.ops.packed_attention import Packed, PackedRows, Rebuild, packed_attention
 from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragged_attention
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.ops.select_top import select_top
@@ -12,6 +12,7 @@ __all__ = [
     "IntervalTables",
     "Packed",
     "PackedRows",
+    "Rebuild",
     "bitpack",
     "dense_attention",
     "gram_band",

@@ -12,29 +12,38 @@ from torch import Tensor
 
 from kvframe.errors import InputError
 from kvframe.ops import native
-from kvframe.ops.packed_attention.layout import Packed, PackedRows
+from kvframe.ops.packed_attention.layout import Packed, PackedRows, Rebuild
 
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
 
 
 def packed_attention(
-    query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows, impl: str = "auto"
+    query: Tensor,
+    constant: Tensor | None,
+    keys: Packed,
+    values: Packed,
+    rows: PackedRows,
+    impl: str = "auto",
+    rebuild: Rebuild | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the rows of `P` pairs (of a batch row and a group of heads) with queries in code space.
 
     Args:
-        query: fp32 `[P, M, C]`, times the softmax's scale; zero beyond a group's own channels.
-        constant: fp32 `[P, M]`, added to the product before it is multiplied by the key's scale.
+        query: fp32 `[P, M, C]`, times the softmax's scale; zero beyond a group's own channels. With `rebuild` the
+            queries themselves, `[P, M, D]`; `M / n` for each head of a group, head after head.
+        constant: fp32 `[P, M]`, added to the product before it is multiplied by the key's scale; None = 0.
         keys, values: the codes of all groups.
         rows: how many rows each pair has, and their log multiplicities.
-        impl: "reference", "cpu" (numba), "triton", or "auto": what is there for the device.
+        impl: "reference", "cpu" (numba), "triton" (without `rebuild`), or "auto": what is there for the device.
+        rebuild: rebuild and rotate the keys, block by block, as they are attended.
 
     Returns:
         `(out [P, M, C' + 1], lse [P, M])`, fp32: the weighted means of the values' levels times their scales and, last,
         those of the scales alone. A pair without rows gives 0 and -inf. Raises InputError for an implementation that is
         not to be had here."""
     if impl == "auto":
-        impl = "triton" if query.is_cuda else "cpu" if native.available() else "reference"
+        impl = "cpu" if query.device.type == "cpu" and native.available() else "reference"
+        impl = "triton" if query.is_cuda and rebuild is None else impl
     if impl not in IMPLEMENTATIONS:
         raise InputError(
             f"packed_attention has no implementation '{impl}'; there are: auto, {', '.join(IMPLEMENTATIONS)}."
@@ -44,8 +53,14 @@ def packed_attention(
     for name, side in (("keys", keys), ("values", values)):
         if not side.words.is_contiguous() or not side.scales.is_contiguous():
             raise InputError(f"packed_attention needs contiguous codes, but those of the {name} are not.")
+    if rebuild is not None and impl == "triton":
+        raise InputError("packed_attention cannot rebuild keys with 'triton'; use impl='auto', or codes after RoPE.")
+    if constant is None:
+        constant = query.new_zeros(query.shape[:2])
     module = {"reference": "reference", "cpu": "numba", "triton": "triton"}[impl]
-    return import_module(f"{__name__}.{module}").packed_attention(query, constant, keys, values, rows)
+    attend = import_module(f"{__name__}.{module}").packed_attention
+    more = () if rebuild is None else (rebuild,)
+    return attend(query, constant, keys, values, rows, *more)
 
 
-__all__ = ["Packed", "PackedRows", "packed_attention"]
+__all__ = ["Packed", "PackedRows", "Rebuild", "packed_attention"]

@@ -55,6 +55,28 @@ class Packed:
 
 
 @dataclass(frozen=True, eq=False)
+class Rebuild:
+    """How keys that were coded before RoPE are made of what their codes stand for: they must be rotated one by one, so
+    that no query can meet them in code space.
+
+    Attributes:
+        synthesis: fp32 `[groups, C, n * D]`, zero beyond a group's own channels; a key of the group's `n` heads is
+            `scale * (levels @ synthesis + first) + center`.
+        first, center: fp32 `[groups, n * D]`.
+        positions: int32, one a row in the order of the scales.
+        cos, sin: fp32 `[positions, R / 2]`, the rotation's factors; channel `i` is paired with `i + R / 2`, those
+            beyond `R` are not rotated.
+    """
+
+    synthesis: Tensor
+    first: Tensor
+    center: Tensor
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class PackedRows:
     """`lengths`: the rows of each pair, all groups of a batch row behind each other. `log_multiplicity` fp32, one an
     entry; those of pair `p` and head `i` of its group begin at `offsets[p * heads + i]`."""

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from kvframe.errors import InputError
 from kvframe.ops import lloyd_max
 from kvframe.ops.native.numba import (
+    FAST,
     FLOAT,
     INT,
     LONG,
@@ -30,12 +31,13 @@ from kvframe.ops.native.numba import (
     store,
     take,
 )
-from kvframe.ops.packed_attention.layout import MAX_SEGMENTS, Packed, PackedRows, level_table
+from kvframe.ops.packed_attention.layout import MAX_SEGMENTS, Packed, PackedRows, Rebuild, level_table
 from kvframe.ops.ragged_attention.numba import attended
 
 LANES = 32
 TILE = 16  # blocks attended at once: their weights stay in the first-level cache
 AT_ONCE = (9, 8, 4, 3, 1)  # numbers of queries whose sums stay in registers; the first that divides is taken
+COLUMNS = 8  # channels of keys that are rebuilt at once
 TREE = 4  # widths up to this have code of their own and choose among constants; wider ones look their level up
 ROW = ir.VectorType(FLOAT, LANES)
 
@@ -172,13 +174,79 @@ def gather_segment(
     return signature, generate
 
 
+@intrinsic(prefer_literal=True)
+def unpack_segment(context, words, first, count, width, out, table, levels):
+    """Write what the codes of one block of one segment stand for, `[count, 32]`."""
+    signature = types.none(words, first, count, width, out, table, levels)
+
+    def generate(context, builder, signature, arguments):
+        words, first, count, width, out, table = arguments[:6]
+
+        def body(number):
+            with cgutils.for_range(builder, count) as loop:
+                place = builder.add(first, loop.index)
+                meant = _meant(builder, words, place, count, width, number, levels.literal_value, table)
+                store(builder, meant, out, builder.mul(loop.index, ir.Constant(LONG, LANES)))
+
+        _each_width(builder, width, body)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply(context, rows, count, matrix, stride, out, several, add):
+    """Products of `count` rows of 32 lanes with `several` neighbouring columns of a matrix, its rows `stride` apart,
+    written to `out [several, 32]`; or, to `add`, with queries `stride` apart, added to it."""
+    signature = types.none(rows, count, matrix, stride, out, several, add)
+    added = add.literal_value
+
+    def generate(context, builder, signature, arguments):
+        rows, count, matrix, stride, out = arguments[:5]
+        held = [cgutils.alloca_once(builder, ROW) for _ in range(several.literal_value)]
+        for m, slot in enumerate(held):
+            start = load(builder, out, ir.Constant(LONG, m * LANES), ROW) if added else _constant(0)
+            builder.store(start, slot)
+        with cgutils.for_range(builder, count) as loop:
+            row = load(builder, rows, builder.mul(loop.index, ir.Constant(LONG, LANES)), ROW)
+            for m, slot in enumerate(held):
+                number = ir.Constant(LONG, m)
+                # Column `m` of row `index`, or element `index` of query `m`.
+                outer, inner = (number, loop.index) if added else (loop.index, number)
+                place = builder.add(builder.mul(outer, stride), inner)
+                factor = splat(builder, builder.load(at(builder, matrix, place, FLOAT)), LANES)
+                product = builder.fmul(factor, row, flags=["fast"])
+                builder.store(builder.fadd(builder.load(slot), product, flags=["fast"]), slot)
+        for m, slot in enumerate(held):
+            store(builder, builder.load(slot), out, ir.Constant(LONG, m * LANES))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@njit(fastmath=FAST)
+def turn(keys, scale, first, center, cos, sin, heads):
+    """Scale and rotate the keys of a block, `[n * D, 32]`, in place."""
+    dim, half = keys.shape[0] // heads, cos.shape[0]
+    for channel in range(keys.shape[0]):
+        for lane in range(LANES):
+            keys[channel, lane] = (keys[channel, lane] + first[channel]) * scale[lane] + center[channel]
+    for head in range(heads):
+        for i in range(half):
+            one, two = keys[head * dim + i], keys[head * dim + half + i]
+            for lane in range(LANES):
+                low, high = one[lane], two[lane]
+                one[lane] = low * cos[i, lane] - high * sin[i, lane]
+                two[lane] = high * cos[i, lane] + low * sin[i, lane]
+
+
 @cache
-def attend_kernel(at_once: int, key_levels: bool, value_levels: bool):
-    """The kernel that takes so many queries of a pair at once."""
+def attend_kernel(at_once: int, key_levels: bool, value_levels: bool, rebuilt: bool):
+    """The kernel that takes so many queries of a pair at once; `rebuilt` keys are made and rotated on the way."""
     span = TILE * LANES
 
     def kernel(arguments):
-        a = carray(arguments, (27,))
+        a = carray(arguments, (35,))
         n_items, pairs, queries, groups = a[1], a[2], a[3], a[4]
         heads, key_channels, value_channels = a[7], a[8], a[9]
         items = carray(pointer(a[5]), (n_items, 3), np.int64)
@@ -197,11 +265,22 @@ def attend_kernel(at_once: int, key_levels: bool, value_levels: bool):
         value_table = carray(pointer(a[19]), (groups, 256), f32)
         bias = carray(pointer(a[22]), (entries * heads,), f32)
         offsets = carray(pointer(a[23]), (pairs * heads + 1,), np.int64)
-        out = carray(pointer(a[24]), (n_items, queries, value_channels + 1), f32)
-        lse = carray(pointer(a[25]), (n_items, queries), f32)
+        dim, half, table_length = a[24], a[25], a[26]
+        key_dim = heads * dim
+        synthesis = a[27]
+        first_level = carray(pointer(a[28]), (groups, key_dim), f32)
+        center = carray(pointer(a[29]), (groups, key_dim), f32)
+        positions = carray(pointer(a[30]), (entries,), np.int32)
+        cos = carray(pointer(a[31]), (table_length, half), f32)
+        sin = carray(pointer(a[32]), (table_length, half), f32)
+        out = carray(pointer(a[33]), (n_items, queries, value_channels + 1), f32)
+        lse = carray(pointer(a[34]), (n_items, queries), f32)
         logits = np.empty((queries, span), f32)
         sums = np.empty((queries, LANES), f32)
         factor = np.empty(span, f32)
+        latent = np.empty((key_channels if rebuilt else 1, LANES), f32)
+        keys = np.empty((key_dim, LANES), f32)
+        turns = np.empty((2, half, LANES), f32)
         state = np.empty((queries, 2), f32)
         while True:
             item = take(a[0])
@@ -237,7 +316,11 @@ def attend_kernel(at_once: int, key_levels: bool, value_levels: bool):
                         width, count = key_segments[group, s, 0], key_segments[group, s, 1]
                         if count == 0:
                             break
-                        for m in range(0, queries, at_once):
+                        if rebuilt:
+                            unpack_segment(
+                                key_words, word, count, width, latent[channel].ctypes.data, table, key_levels
+                            )
+                        for m in range(0, 0 if rebuilt else queries, at_once):
                             score_segment(
                                 key_words,
                                 word,
@@ -252,13 +335,30 @@ def attend_kernel(at_once: int, key_levels: bool, value_levels: bool):
                             )
                         word += width * count
                         channel += count
+                    if rebuilt:
+                        for x in range(0, key_dim, COLUMNS):
+                            start = synthesis + 4 * (group * key_channels * key_dim + x)
+                            multiply(latent.ctypes.data, channel, start, key_dim, keys[x].ctypes.data, COLUMNS, False)
+                        for lane in range(LANES):
+                            j = block * LANES + lane
+                            position = positions[first_row + begin + j] if j < n else np.int32(0)
+                            for i in range(half):
+                                turns[0, i, lane] = cos[position, i]
+                                turns[1, i, lane] = sin[position, i]
+                        scale = factor[block * LANES : (block + 1) * LANES]
+                        turn(keys, scale, first_level[group], center[group], turns[0], turns[1], heads)
+                        for m in range(0, queries, at_once):
+                            head = m // (queries // heads)
+                            asked = query + 4 * (pair * queries + m) * dim
+                            multiply(keys[head * dim].ctypes.data, dim, asked, dim, sums[m].ctypes.data, at_once, True)
                     for m in range(queries):
                         for lane in range(LANES):
                             logits[m, block * LANES + lane] = sums[m, lane]
                 for m in range(queries):
                     row = logits[m]
-                    for j in range(n):
-                        row[j] *= factor[j]
+                    if not rebuilt:
+                        for j in range(n):
+                            row[j] *= factor[j]
                     if a[22] != 0:
                         at = offsets[pair * heads + m // (queries // heads)] + begin
                         for j in range(n):
@@ -312,18 +412,27 @@ def attend_kernel(at_once: int, key_levels: bool, value_levels: bool):
 
 
 def packed_attention(
-    query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows
+    query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows, rebuild: Rebuild | None = None
 ) -> tuple[Tensor, Tensor]:
     """See the package's `packed_attention`."""
     if query.device.type != "cpu":
         raise InputError(f"The cpu kernel runs on the CPU, but the query is on {query.device}; use attention: auto.")
     places, bounds = rows.places(keys, values)
     query, constant = query.contiguous(), constant.contiguous()
-    at_once = next(n for n in AT_ONCE if query.shape[1] % n == 0)
-    kernel = attend_kernel(at_once, keys.levels, values.levels)
+    sharing = query.shape[1] if rebuild is None else query.shape[1] // rows.heads
+    at_once = next(n for n in AT_ONCE if sharing % n == 0)
+    kernel = attend_kernel(at_once, keys.levels, values.levels, rebuild is not None)
+    if rebuild is None:
+        extra: tuple[Tensor | int, ...] = (0,) * 9
+    else:
+        if query.shape[2] * rows.heads % COLUMNS:
+            raise InputError(f"The cpu kernel rebuilds keys of {COLUMNS} channels or multiples; use attention: sdpa.")
+        parts = (rebuild.synthesis, rebuild.first, rebuild.center, rebuild.positions, rebuild.cos, rebuild.sin)
+        extra = (query.shape[2], rebuild.cos.shape[1], len(rebuild.cos), *(part.contiguous() for part in parts))
     given = (
-        *(rows.heads, query.shape[2], values.channels, constant, places, keys.table, values.table),
+        *(rows.heads, keys.channels, values.channels, constant, places, keys.table, values.table),
         *(keys.words, values.words, keys.scales, values.scales, keys.scale_table, values.scale_table),
         *(level_table(query.device), len(keys.scales), rows.log_multiplicity, rows.offsets),
+        *extra,
     )
     return attended(kernel, query, bounds, values.channels + 1, TILE, rows.groups, given)

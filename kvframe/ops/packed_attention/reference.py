@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kvframe.ops import bitpack
-from kvframe.ops.packed_attention.layout import Packed, PackedRows, level_table
+from kvframe.ops.packed_attention.layout import Packed, PackedRows, Rebuild, level_table
 
 
 def packed_attention(
-    query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows
+    query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows, rebuild: Rebuild | None = None
 ) -> tuple[Tensor, Tensor]:
     """See the package's `packed_attention`; fp64 inside."""
     pairs, queries, _ = query.shape
@@ -22,8 +22,12 @@ def packed_attention(
         group = pair % rows.groups
         meant = [_levels(side, group, n, first) for side, first in ((keys, first_key), (values, first_value))]
         factor, weight = (side.loaded(group, row, n).double() for side in (keys, values))
-        logits = query[pair, :, : len(meant[0])].double() @ meant[0] + constant[pair, :, None].double()
-        logits = logits * factor
+        if rebuild is None:
+            logits = query[pair, :, : len(meant[0])].double() @ meant[0] + constant[pair, :, None].double()
+            logits = logits * factor
+        else:
+            heads = _rebuilt(meant[0], factor, rebuild, group, row, rows.heads)
+            logits = (query[pair].double().unflatten(0, (rows.heads, -1)) @ heads.transpose(1, 2)).flatten(0, 1)
         if rows.log_multiplicity is not None:
             starts = rows.offsets[pair * rows.heads : (pair + 1) * rows.heads].tolist()
             bias = torch.stack([rows.log_multiplicity[start : start + n] for start in starts])
@@ -51,3 +55,15 @@ def _levels(side: Packed, group: int, n: int, first: int) -> Tensor:
     if not found:
         return torch.zeros(0, n, dtype=torch.float64, device=words.device)
     return torch.cat(found)[:, :n]
+
+
+def _rebuilt(levels: Tensor, scale: Tensor, rebuild: Rebuild, group: int, row: int, heads: int) -> Tensor:
+    """The rotated keys of one pair, fp64 `[n, R, D]`."""
+    flat = levels.T @ rebuild.synthesis[group, : len(levels)].double() + rebuild.first[group].double()
+    flat = flat * scale[:, None] + rebuild.center[group].double()
+    keys = flat.unflatten(1, (heads, -1)).transpose(0, 1)
+    at = rebuild.positions[row : row + len(scale)].long()
+    cos, sin = rebuild.cos[at].double(), rebuild.sin[at].double()
+    half = cos.shape[1]
+    one, two, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
+    return torch.cat([one * cos - two * sin, two * cos + one * sin, rest], -1)

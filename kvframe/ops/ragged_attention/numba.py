@@ -67,9 +67,9 @@ def _rows_of(codes, first, n, tile):
 
 
 @njit(fastmath=FAST)
-def scores(query, keys, begin, end, logits):
-    """Products of a query with keys `begin` to `end`, of any number of channels."""
-    for j in range(begin, end):
+def scores(query, keys, n, logits):
+    """Products of a query with the first `n` keys, of any number of channels."""
+    for j in range(n):
         total = f32(0.0)
         for x in range(query.shape[0]):
             total += query[x] * keys[j, x]
@@ -88,6 +88,8 @@ def gather(weights, values, n, held):
 def attend_kernel(dim: int, at_once: int, view: type, scaled: bool):
     """The kernel for heads of `dim` channels, which takes so many queries at once (0 and 1: any number of channels);
     `scaled` rows have a bfloat16 factor each."""
+
+    kind, width = np.dtype(view).name, np.dtype(view).itemsize
 
     def kernel(arguments):
         a = carray(arguments, (15,))
@@ -117,15 +119,17 @@ def attend_kernel(dim: int, at_once: int, view: type, scaled: bool):
             state[:, 1] = f32(0.0)
             for first in range(begin, end, TILE):
                 n = min(TILE, end - first)
-                rows = rows_of(keys, first, n, tile)
                 quads = n // ROWS if dim else 0
                 if dim:
+                    source = a[7] + first * dim * width
                     for m in range(0, queries, at_once):
                         asked, found = query[pair, m].ctypes.data, logits[m].ctypes.data
-                        score_rows(asked, rows.ctypes.data, quads, found, TILE, at_once, dim)
+                        score_rows(asked, source, quads, found, TILE, at_once, dim, kind)
+                rest = quads * ROWS
+                rows = rows_of(keys, first + rest, n - rest, tile)
                 for m in range(queries):
                     row = logits[m]
-                    scores(query[pair, m], rows, quads * ROWS, n, row)
+                    scores(query[pair, m], rows, n - rest, row[rest:])
                     if scaled:
                         for j in range(n):
                             row[j] *= as_float(np.int32(np.uint32(key_scale[first + j]) << np.uint32(16)))
@@ -133,18 +137,19 @@ def attend_kernel(dim: int, at_once: int, view: type, scaled: bool):
                         for j in range(n):
                             row[j] += bias[first + j]
                     state[m, 0], state[m, 1] = softmax(row, n, state[m, 0], state[m, 1], held[m])
-                rows = rows_of(values, first, n, tile)
-                for m in range(queries):
-                    row = logits[m]
-                    if scaled:
+                if scaled:
+                    for m in range(queries):
                         for j in range(n):
-                            row[j] *= as_float(np.int32(np.uint32(value_scale[first + j]) << np.uint32(16)))
-                    if not dim:
-                        gather(row, rows, n, held[m])
+                            logits[m, j] *= as_float(np.int32(np.uint32(value_scale[first + j]) << np.uint32(16)))
                 if dim:
+                    source = a[8] + first * dim * width
                     for m in range(0, queries, at_once):
                         weights, target = logits[m].ctypes.data, held[m].ctypes.data
-                        gather_rows(weights, TILE, rows.ctypes.data, n, target, at_once, dim)
+                        gather_rows(weights, TILE, source, n, target, at_once, dim, kind)
+                else:
+                    rows = rows_of(values, first, n, tile)
+                    for m in range(queries):
+                        gather(logits[m], rows, n, held[m])
             for m in range(queries):
                 total = state[m, 1]
                 for x in range(size):

@@ -1,5 +1,5 @@
-"""The two products of attention over a tile of fp32 rows, as vector code: loaded rows serve several queries, and sums
-stay in registers."""
+"""The two products of attention over a tile of rows, as vector code: rows are made fp32 as they are loaded, a loaded
+row serves several queries, and sums stay in registers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,32 @@ from kvframe.ops.native.numba import FLOAT, INT, LONG, at, load, splat, store
 LANES = 16
 ROWS = 4  # rows whose sums across lanes are formed together
 KIND = ir.VectorType(FLOAT, LANES)
+
+
+def _row(builder, address, index, kind):
+    """16 neighbouring numbers, as fp32. `kind` is how numpy sees them: uint16 is bfloat16, int16 float16."""
+    if kind == "float32":
+        return load(builder, address, index, KIND)
+    bits = 8 if kind == "int8" else 16
+    packed, wide = ir.VectorType(ir.IntType(bits), LANES), ir.VectorType(INT, LANES)
+    place = builder.bitcast(at(builder, address, index, ir.IntType(bits)), packed.as_pointer())
+    found = builder.load(place, align=bits // 8)
+    if kind == "int8":
+        return builder.sitofp(found, KIND)
+
+    def every(value):
+        return ir.Constant(wide, [value] * LANES)
+
+    found = builder.zext(found, wide)
+    if kind == "uint16":
+        return builder.bitcast(builder.shl(found, every(16)), KIND)
+    # The exponent's bias moves from 15 to 127; multiplying does that for subnormal numbers too, but not for infinity.
+    size = builder.shl(builder.and_(found, every(0x7FFF)), every(13))
+    finite = builder.fmul(builder.bitcast(size, KIND), ir.Constant(KIND, [2.0**112] * LANES))
+    ending = builder.icmp_unsigned(">=", size, every(0x7C00 << 13))
+    bits32 = builder.select(ending, builder.or_(size, every(0x7F800000)), builder.bitcast(finite, wide))
+    sign = builder.shl(builder.and_(found, every(0x8000)), every(16))
+    return builder.bitcast(builder.or_(bits32, sign), KIND)
 
 
 def _index(value):
@@ -45,10 +71,10 @@ def _multiply_add(builder, one, two, total):
 
 
 @intrinsic(prefer_literal=True)
-def score_rows(context, query, keys, quads, logits, stride, queries, dim):
+def score_rows(context, query, keys, quads, logits, stride, queries, dim, kind):
     """Products of `queries` neighbouring queries with `4 * quads` neighbouring keys, `dim` channels each, written to
     `logits` (queries `stride` apart)."""
-    signature = types.none(query, keys, quads, logits, stride, queries, dim)
+    signature = types.none(query, keys, quads, logits, stride, queries, dim, kind)
     several, size = queries.literal_value, dim.literal_value
 
     def generate(context, builder, signature, arguments):
@@ -58,7 +84,8 @@ def score_rows(context, query, keys, quads, logits, stride, queries, dim):
             first = builder.mul(loop.index, _index(ROWS * size))
             for channel in range(0, size, LANES):
                 rows = [
-                    load(builder, keys, builder.add(first, _index(row * size + channel)), KIND) for row in range(ROWS)
+                    _row(builder, keys, builder.add(first, _index(row * size + channel)), kind.literal_value)
+                    for row in range(ROWS)
                 ]
                 for m in range(several):
                     asked = load(builder, query, _index(m * size + channel), KIND)
@@ -72,10 +99,10 @@ def score_rows(context, query, keys, quads, logits, stride, queries, dim):
 
 
 @intrinsic(prefer_literal=True)
-def gather_rows(context, weights, stride, values, rows, held, queries, dim):
+def gather_rows(context, weights, stride, values, rows, held, queries, dim, kind):
     """Add to `held [queries, dim]` the sum of `rows` neighbouring values times their weights (queries `stride`
     apart)."""
-    signature = types.none(weights, stride, values, rows, held, queries, dim)
+    signature = types.none(weights, stride, values, rows, held, queries, dim, kind)
     several, size = queries.literal_value, dim.literal_value
 
     def generate(context, builder, signature, arguments):
@@ -91,7 +118,7 @@ def gather_rows(context, weights, stride, values, rows, held, queries, dim):
                 place = builder.add(loop.index, builder.mul(stride, _index(m)))
                 factors.append(splat(builder, builder.load(at(builder, weights, place, FLOAT)), LANES))
             for channel in range(0, size, LANES):
-                row = load(builder, values, builder.add(first, _index(channel)), KIND)
+                row = _row(builder, values, builder.add(first, _index(channel)), kind.literal_value)
                 for m in range(several):
                     slot = sums[m, channel]
                     builder.store(_multiply_add(builder, factors[m], row, builder.load(slot)), slot)

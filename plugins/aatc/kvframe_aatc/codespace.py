@@ -1,19 +1,22 @@
-"""Attention to keys that were coded as cached, in code space: no key and no value is rebuilt."""
+"""Attention in code space: no value is rebuilt, and no key that was coded as cached. Keys coded before RoPE are rebuilt
+block by block, on the way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from kvframe.ops import Packed, PackedRows, packed_attention
+from kvframe.ops import Packed, PackedRows, Rebuild, bitpack, packed_attention
+from kvframe.rope import Rope
 from kvframe.types import Encoded
 from kvframe_aatc.coder import Coder
-from kvframe_aatc.layout import group_runs
+from kvframe_aatc.layout import group_runs, unpack_positions
 from kvframe_aatc.quantiser import Channels
 
+POSITIONS = 4096  # the rotation's factors are made for so many positions more at a time
 Segments = tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -36,53 +39,56 @@ class Space:
     tables: tuple[Tensor | None, Tensor | None]
     levels: tuple[bool, bool]
 
+    @cached_property
+    def flat_keys(self) -> Tensor:
+        """`[Gr, C + 1, n * D]`, from codes to keys; last, the first levels' share."""
+        return self.keys.permute(0, 3, 1, 2).flatten(2).contiguous()
+
 
 def space(coders: list[tuple[Coder, Coder]], heads: int) -> Space:
     """The maps of the groups' coders `(keys, values)`, each for `heads` KV heads."""
-    sides = [_side([pair[index] for pair in coders], heads) for index in (0, 1)]
-    (keys, key_center), (values, value_center) = sides
+    (keys, key_center), (values, value_center) = (_side([pair[index] for pair in coders]) for index in (0, 1))
     channels = [[pair[index].channels for pair in coders] for index in (0, 1)]
+    dim = keys.shape[-1] // heads
     return Space(
-        keys.transpose(-1, -2).contiguous(),
-        values,
-        key_center[..., None],
-        value_center[..., None, :],
+        keys.unflatten(-1, (heads, dim)).permute(0, 2, 3, 1).contiguous(),
+        values.unflatten(-1, (heads, dim)).transpose(1, 2).contiguous(),
+        key_center.unflatten(-1, (heads, dim, 1)),
+        value_center.unflatten(-1, (heads, 1, dim)),
         (_segments(channels[0]), _segments(channels[1])),
         (_scale_table(channels[0], keys.device), _scale_table(channels[1], keys.device)),
         (channels[0][0].code == "lloyd", channels[1][0].code == "lloyd"),
     )
 
 
-def _side(coders: list[Coder], heads: int) -> tuple[Tensor, Tensor]:
-    """Matrices `[Gr, n, C + 1, D]` and centers `[Gr, n, D]`."""
-    most = max(len(coder.synthesis) for coder in coders)
-    dim = coders[0].synthesis.shape[1] // heads
+def _side(coders: list[Coder]) -> tuple[Tensor, Tensor]:
+    """Matrices `[Gr, C + 1, n * D]` and centers `[Gr, n * D]`."""
     like = coders[0].synthesis
-    matrices = like.new_zeros(len(coders), most + 1, heads * dim)
-    centers = like.new_zeros(len(coders), heads * dim)
+    matrices = like.new_zeros(len(coders), max(len(coder.synthesis) for coder in coders) + 1, like.shape[1])
+    centers = like.new_zeros(len(coders), like.shape[1])
     for matrix, center, coder in zip(matrices, centers, coders, strict=True):
         count = len(coder.synthesis)
+        matrix[:count] = coder.synthesis
         if coder.channels.code == "max":
             _, _, _, step, first = coder.channels.moved(like.device)
-            matrix[:count] = step * coder.synthesis
+            matrix[:count] *= step
             matrix[-1] = (first * coder.synthesis).sum(0)
-        else:
-            matrix[:count] = coder.synthesis
         if coder.center is not None:
             center.copy_(coder.center)
-    return matrices.unflatten(-1, (heads, dim)).transpose(1, 2).contiguous(), centers.unflatten(-1, (heads, dim))
+    return matrices, centers
 
 
-def attend(query: Tensor, encoded: Encoded, maps: Space, scale: float, impl: str) -> tuple[Tensor, Tensor]:
-    """Attend codes of keys after RoPE; contract as `Kernel.attend`."""
+def attend(
+    query: Tensor, encoded: Encoded, maps: Space, rope: Rope | None, scale: float, impl: str
+) -> tuple[Tensor, Tensor]:
+    """Attend codes of keys after RoPE (`rope` None) or before it; contract as `Kernel.attend`."""
     batch, query_heads, length, dim = query.shape
     groups, heads = maps.keys.shape[:2]
     shape = (batch, groups, heads, query_heads // (groups * heads) * length)
+    pairs = (batch * groups, heads * shape[-1])
     asked = (query.float() * scale).reshape(*shape, dim)
-    projected = (asked @ maps.keys).view(batch * groups, heads * shape[-1], -1)
-    rows = PackedRows(
-        _lengths(encoded.bounds, groups * heads, heads), groups, heads, encoded.offsets, encoded.log_multiplicity
-    )
+    lengths = _lengths(encoded.bounds, groups * heads, heads)
+    rows = PackedRows(lengths, groups, heads, encoded.offsets, encoded.log_multiplicity)
     keys, values = (
         Packed(
             encoded.codes[f"{side}s"],
@@ -91,12 +97,35 @@ def attend(query: Tensor, encoded: Encoded, maps: Space, scale: float, impl: str
         )
         for index, side in enumerate(("key", "value"))
     )
-    codes, lse = packed_attention(projected[..., :-1], projected[..., -1], keys, values, rows, impl)
+    if rope is None:
+        projected = (asked @ maps.keys).view(*pairs, -1)
+        codes, lse = packed_attention(projected[..., :-1], projected[..., -1], keys, values, rows, impl)
+    else:
+        rebuild = _rebuild(encoded, maps, lengths, rope)
+        codes, lse = packed_attention(asked.view(*pairs, dim), None, keys, values, rows, impl, rebuild)
     lse = lse.view(shape)
     out = codes.view(*shape, -1) @ maps.values
     out += maps.value_center * lse.isfinite()[..., None]
-    lse = lse + (asked @ maps.key_center)[..., 0]
+    if rope is None:
+        lse = lse + (asked @ maps.key_center)[..., 0]
     return out.reshape(query.shape), lse.reshape(query.shape[:-1])
+
+
+def _rebuild(encoded: Encoded, maps: Space, lengths: tuple[int, ...], rope: Rope) -> Rebuild:
+    """How the keys are made, and the positions of all rows, group after group."""
+    groups = maps.keys.shape[0]
+    runs = bitpack.Runs(tuple(n for group in range(groups) for n in lengths[group::groups]))
+    positions = unpack_positions(encoded.codes["starts"], _distances(encoded), runs).int()
+    matrix = maps.flat_keys
+    last = int(positions.max()) if len(positions) else 0
+    cos, sin = _factors(rope, -(-(last + 1) // POSITIONS) * POSITIONS)
+    return Rebuild(matrix[:, :-1], matrix[:, -1], maps.key_center.flatten(1), positions, cos, sin)
+
+
+@lru_cache(maxsize=8)
+def _factors(rope: Rope, count: int) -> tuple[Tensor, Tensor]:
+    """The rotation's factors, shared by all layers of a model."""
+    return rope.factors(count)
 
 
 @lru_cache(maxsize=256)
@@ -117,3 +146,8 @@ def _scale_table(channels: list[Channels], device: torch.device) -> Tensor | Non
         return None
     stored = torch.arange(256, dtype=torch.uint8, device=device)
     return torch.stack([one.loaded(stored) for one in channels])
+
+
+def _distances(encoded: Encoded) -> Tensor:
+    starts = encoded.codes["starts"]
+    return encoded.codes.get("distances", starts.new_zeros(len(starts), 0))

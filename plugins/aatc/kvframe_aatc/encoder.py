@@ -213,8 +213,10 @@ class Transform(CalibratedEncoder):
     def attend(
         self, query: Tensor, encoded: Encoded, state: LayerState, scale: float, impl: str
     ) -> tuple[Tensor, Tensor] | None:
-        """See Encoder.attend: keys coded as cached are attended in code space."""
-        return None if state.rope is not None else codespace.attend(query, encoded, state.space, scale, impl)
+        """See Encoder.attend: in code space, where keys coded before RoPE are rebuilt on the way (not in Triton)."""
+        if state.rope is not None and impl == "triton":
+            return None
+        return codespace.attend(query, encoded, state.space, state.rope, scale, impl)
 
     def join(self, first: Encoded, second: Encoded, state: LayerState) -> Encoded | None:
         """See Encoder.join."""
