@@ -11,7 +11,7 @@ import pytest
 import kvframe
 from kvframe.registry import registry
 
-METHODS = ["gracekv", "centroidkv", "snapkv", "adakv"]
+METHODS = ["forest", "gracekv", "centroidkv", "snapkv", "adakv"]
 
 
 @pytest.mark.parametrize("method", METHODS)
