@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Forest:
     levels: tuple[tuple[Tensor, Tensor], ...]
     loss: Tensor
 
-    @property
+    @cached_property
     def roots(self) -> Tensor:
         """bool `[nodes]`: nobody's child."""
         alone = torch.ones(len(self.loss), dtype=torch.bool, device=self.loss.device)

@@ -41,7 +41,7 @@ def price(forest: Forest, drop: Tensor, row: Tensor, per_entry: Tensor) -> tuple
 
 def top_down(forest: Forest, whole: Tensor, row: Tensor, rows: int) -> tuple[Choice, Tensor]:
     """The highest nodes where `whole`, and how many there are in each row."""
-    reached = forest.roots
+    reached = forest.roots.clone()
     end = len(whole)
     for left, right in reversed(forest.levels):
         begin = end - len(left)
