@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,17 @@ class Regions:
     charged: Tensor
     context: Tensor
 
+    def postponed(self, rows: Tensor) -> Regions:
+        """The regions with these rows (bool `[B]`) left for another time: all of their tokens stay exact."""
+        later = rows[:, None]
+        everything = self.sinks | self.body | self.tail
+        return replace(
+            self,
+            sinks=self.sinks & ~later,
+            body=self.body & ~later,
+            tail=torch.where(later, everything, self.tail),
+        )
+
     @property
     def tail_columns(self) -> int:
         """Columns at the right that hold every row's tail."""
@@ -54,13 +65,22 @@ def row_lengths(value: Lengths, batch: int, name: str) -> Tensor:
 
 
 def split_regions(
-    valid: Tensor, protect: Protect, prefix: Lengths = 0, suffix: Lengths = 0, recent: Tensor | None = None
+    valid: Tensor,
+    protect: Protect,
+    prefix: Lengths = 0,
+    suffix: Lengths = 0,
+    recent: Tensor | None = None,
+    begins: Tensor | None = None,
 ) -> Regions:
     """Share out the tokens of `valid` bool `[B, T]`. Lengths count valid tokens, so padding on either side changes
-    nothing. `recent` int64 `[B]` takes the place of `protect.recent`. Where the protected regions meet, the tail wins.
-    Raises InputError if prefix and suffix exceed a row."""
+    nothing. `recent` int64 `[B]` takes the place of `protect.recent`; rows where `begins` (bool `[B]`) is False go on
+    from what was compressed before, so they have neither prefix nor sinks. Where the protected regions meet, the tail
+    wins. Raises InputError if prefix and suffix exceed a row."""
     batch = valid.shape[0]
     prefixes, suffixes = row_lengths(prefix, batch, "prefix_length"), row_lengths(suffix, batch, "suffix_length")
+    sinks_at = torch.full((batch,), protect.sink)
+    if begins is not None:
+        prefixes, sinks_at = (torch.where(begins.cpu(), length, 0) for length in (prefixes, sinks_at))
     count = valid.sum(1).cpu()
     for row in range(batch):
         if prefixes[row] + suffixes[row] > count[row]:
@@ -68,14 +88,14 @@ def split_regions(
                 f"prefix_length {int(prefixes[row])} and suffix_length {int(suffixes[row])} exceed the "
                 f"{int(count[row])} tokens of row {row}; give the lengths of parts of the prompt."
             )
-    prefixes, suffixes = prefixes.to(valid.device), suffixes.to(valid.device)
+    prefixes, suffixes, sinks_at = (length.to(valid.device) for length in (prefixes, suffixes, sinks_at))
     from_start = valid.cumsum(1)  # 1 for the first valid token
     from_end = valid.flip(1).cumsum(1).flip(1)
     is_prefix = valid & (from_start <= prefixes[:, None])
     is_suffix = valid & (from_end <= suffixes[:, None])
     window = protect.recent if recent is None else recent.to(valid.device)[:, None]
     tail = valid & (from_end <= suffixes[:, None] + window) & ~is_prefix
-    sinks = valid & ((from_start <= protect.sink) | is_prefix) & ~tail
+    sinks = valid & ((from_start <= sinks_at[:, None]) | is_prefix) & ~tail
     return Regions(
         sinks=sinks,
         body=valid & ~sinks & ~tail,
@@ -133,10 +153,23 @@ def block_entries(
     return total_entries(budget, body, torch.zeros_like(body), model, itemsize, bits_per_entry).minimum(body)
 
 
+def too_short(budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits_per_entry: float) -> Tensor:
+    """Rows whose budget does not cover their charged protected tokens yet, bool `[B]`."""
+    units = model.layers * model.kv_heads
+    context, charged = units * regions.context, units * regions.charged
+    return total_entries(budget, context, charged, model, itemsize, bits_per_entry) < charged
+
+
 def entry_budget(
-    budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits_per_entry: float
+    budget: Budget,
+    regions: Regions,
+    model: ModelInfo,
+    itemsize: int,
+    bits_per_entry: float,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `(for the body, total)`, both int64 `[B]`: entries over all layers and heads.
+    """Return `(for the body, total)`, both int64 `[B]`: entries over all layers and heads. Only `rows` (bool `[B]`,
+    None = all) must be able to pay for what is protected.
 
     The total counts the context's entries, charged protected ones included; the rest is the body's, at most all of it.
     A row without a body gets nothing. `bits_per_entry` is what a coded entry costs, `itemsize` the bytes of one exact
@@ -146,6 +179,7 @@ def entry_budget(
     body = units * regions.body.sum(1)
     total = torch.minimum(total_entries(budget, context, charged, model, itemsize, bits_per_entry), context)
     short = (total < charged) & (body > 0)
+    short = short if rows is None else short & rows
     if bool(short.any()):
         row = int(short.nonzero()[0])
         whose, exact = (

@@ -94,6 +94,19 @@ class Decode(BaseModel):
     )
 
 
+class Prefill(BaseModel):
+    """What happens while a prompt is read in chunks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    flush: int | None = Field(
+        None,
+        ge=1,
+        description="Compress between two chunks of a prompt whenever this many tokens wait beyond the recent window; "
+        "null = the whole prompt at its end.",
+    )
+
+
 class PipelineSpec(BaseModel):
     """One pipeline. The class that is really used, `spec_class()`, narrows the stage fields to the registered
     stages."""
@@ -109,6 +122,7 @@ class PipelineSpec(BaseModel):
     allocator: Allocator
     encoder: Encoder
     attention: Kernel
+    prefill: Prefill = Prefill()
     decode: Decode = Decode()
 
     @model_validator(mode="after")
@@ -125,6 +139,8 @@ class PipelineSpec(BaseModel):
                 f"allocator '{allocator.name}' cannot run on blocks while decoding, but decode.flush is "
                 f"{self.decode.flush}; set decode.flush: null or choose an allocator that streams"
             )
+        if self.prefill.flush is not None and (clash := self.whole_prompt_only()):
+            raise ValueError(clash)
         if len(encoder.widths()) > 1 and (allocator.keeps_all or self.budget.counts_entries):
             raise ValueError(
                 f"encoder '{encoder.name}' leaves its width open, which says how bytes are split between entries and "
@@ -136,6 +152,20 @@ class PipelineSpec(BaseModel):
                 "set budget: {ratio: 1} or choose another allocator"
             )
         return self
+
+    def whole_prompt_only(self) -> str:
+        """Why a prompt cannot be compressed chunk by chunk, in a sentence; "" if it can."""
+        if not self.allocator.streams:
+            return (
+                f"allocator '{self.allocator.name}' plans over the whole prompt at once, so it cannot be compressed "
+                "chunk by chunk; read the prompt whole (prefill.flush: null), or choose an allocator that streams"
+            )
+        if self.budget.ratio is None:
+            return (
+                "budget is given for the whole prompt, so a chunk's share of it is not known; give budget.ratio, or "
+                "read the prompt whole (prefill.flush: null)"
+            )
+        return ""
 
     def dump(self) -> dict[str, Any]:
         """Plain data that validates to an equal spec."""
@@ -149,6 +179,8 @@ class PipelineSpec(BaseModel):
         data = {key: _without_empty(value) for key, value in data.items()}
         if self.budget.of == "entries":
             data["budget"].pop("of")
+        if self.prefill.flush is None:
+            data.pop("prefill")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -31,7 +31,7 @@ def spec_schema(known: Registry | None = None) -> dict[str, Any]:
 
     known = known or registry()
     schema = make_spec_class(known).model_json_schema()
-    properties, kept = schema["properties"], ("Budget", "Protect", "Decode")
+    properties, kept = schema["properties"], ("Budget", "Protect", "Prefill", "Decode")
     definitions: dict[str, Any] = {name: schema["$defs"][name] for name in kept}
     _budget(definitions["Budget"])
     for kind, classes in known.stages.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvframe.budget import Lengths, Regions, fitted_recent, row_lengths, split_regions
+from kvframe.budget import Lengths, Regions, fitted_recent, row_lengths, split_regions, too_short
 from kvframe.errors import InputError, ModelError
 from kvframe.hf import rows
 from kvframe.hf.attention import use_kvframe_attention
@@ -109,6 +109,8 @@ class CompressedCache(Cache):
         if answering:
             self._between_steps()
         else:
+            if (waiting := self.pipeline.spec.prefill.flush) is not None:
+                self.compress_waiting(waiting)
             self.pending = True
         self.watching = not answering or self.pipeline.spec.decode.flush is not None
         position_ids = passed_on.get("position_ids")
@@ -151,6 +153,20 @@ class CompressedCache(Cache):
             self.recent_validity_bias = bias[:, None, None, :]
             self.trailing_padding = int(valid.flip(1).cumsum(1).eq(0).sum(1).max())
 
+    @torch.no_grad()
+    def prefill(
+        self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int = 2048
+    ) -> Tensor:
+        """Read a prompt `input_ids [B, T]` chunk by chunk, compressing between the chunks, so that what is held at most
+        is the compressed cache and one chunk. Later chunks attend what is kept of the earlier ones, so the result
+        differs from that of the prompt read whole. The last chunk waits, and is compressed before the answer's first
+        token. `attention_mask [B, T]` marks padding. Returns the logits `[B, V]` of the last column.
+
+        Raises InputError for an allocator or a budget that must see the whole prompt, or a chunk below 1."""
+        from kvframe.hf.chunks import read_in_chunks
+
+        return read_in_chunks(self, model, input_ids, attention_mask, chunk)
+
     def compress(self, suffix_length: Lengths | None = None) -> None:
         """Compress what is pending: everything but prefix, sinks, recent window and suffix.
 
@@ -158,21 +174,47 @@ class CompressedCache(Cache):
         BudgetError, InputError or StageError; the cache is then as it was."""
         self._compress(self.suffix_length if suffix_length is None else suffix_length, prompt=True)
 
-    def _compress(self, suffix_length: Lengths, prompt: bool) -> None:
+    def compress_waiting(self, tokens: int = 0) -> None:
+        """While a prompt is being read: compress what is there, but for sinks and recent window, if that is at least
+        `tokens` columns. A row that is still too short for its budget waits. Raises what `compress` does, and
+        InputError for an allocator or a budget that must see the whole prompt."""
+        if self.valid is not None and self.valid.shape[1] >= self.pipeline.spec.protect.recent + tokens:
+            self.check_reading()
+            self._compress(0, prompt=True, reading=True)
+
+    def check_reading(self) -> None:
+        """Raise InputError if the prompt must be seen whole."""
+        if clash := self.pipeline.spec.whole_prompt_only():
+            raise InputError(f"{clash[0].upper()}{clash[1:]}.")
+
+    def _regions(self, suffix_length: Lengths, prompt: bool, reading: bool, itemsize: int) -> Regions:
+        """Which tokens are protected now."""
+        if self.valid is None:
+            raise RuntimeError("nothing was seen yet")
+        spec, begins = self.pipeline.spec, self.ledger.begins(self.valid)
+        first = bool(begins.all())
+        suffix = suffix_length if first and prompt else self._clamped(suffix_length)
+        prefix = self._clamped(self.prefix_length) if reading else self.prefix_length
+        regions = split_regions(self.valid, spec.protect, prefix, suffix, None, begins)
+        if reading:
+            bits = self.pipeline.entry_bits(self.info, itemsize)
+            short = too_short(spec.budget, regions, self.info, itemsize, bits)
+            return regions.postponed(begins & short)
+        recent = fitted_recent(spec.budget, spec.protect, regions, self.info, itemsize) if prompt else None
+        if recent is not None and bool(begins.any()):
+            recent = torch.where(begins, recent, spec.protect.recent)
+            regions = split_regions(self.valid, spec.protect, prefix, suffix, recent, begins)
+            self.ledger.note(f"the budget is small: the recent window was shortened to {int(recent.min())} tokens")
+        return regions
+
+    def _compress(self, suffix_length: Lengths, prompt: bool, reading: bool = False) -> None:
         """Compress a prompt, or (`prompt` False) a block of generated tokens, whose protected tokens are paid for."""
         if self.valid is None or self.positions is None:
             return
         begin = time.perf_counter()
         spec, first = self.pipeline.spec, not self.ledger.compressions
-        protect = spec.protect if first else spec.protect.model_copy(update={"sink": 0})
-        prefix = self.prefix_length if first else 0
-        suffix = suffix_length if first and prompt else self._clamped(suffix_length)
-        regions = split_regions(self.valid, protect, prefix, suffix)
         itemsize = self.compressed_layers[0].recent.keys.element_size()
-        recent = fitted_recent(spec.budget, protect, regions, self.info, itemsize) if first and prompt else None
-        if recent is not None:
-            regions = split_regions(self.valid, protect, prefix, suffix, recent)
-            self.ledger.note(f"the budget is small: the recent window was shortened to {int(recent.min())} tokens")
+        regions = self._regions(suffix_length, prompt, reading, itemsize)
         if bool(regions.body.any()):
             if len(self.pipeline.variants) > 1:
                 self._choose_width(regions, itemsize, prompt)
@@ -195,8 +237,8 @@ class CompressedCache(Cache):
                 self.ledger.note(note)
             if self.valid.is_cuda:
                 torch.cuda.synchronize(self.valid.device)
-            self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed)
-        elif first:
+            self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed, reading)
+        elif first and not reading:
             count = ", ".join(str(int(n)) for n in self.valid.sum(1))
             self.ledger.note(
                 f"nothing was compressed: the prompt ({count} tokens) is not longer than what is protected"

@@ -26,6 +26,7 @@ class Ledger:
         self.compressions = 0
         self.seconds = 0.0
         self.tokens: Tensor | None = None  # int64 [B], valid tokens seen
+        self.begun: Tensor | None = None  # bool [B], rows that something was entered for
         # int64 [B] over all layers and heads: entries of the context that was compressed, entries that the budgets
         # allowed for it, entries kept of it.
         self.context = self.allowed = self.kept = torch.zeros(1, dtype=torch.int64)
@@ -52,13 +53,21 @@ class Ledger:
         """`(for the body, total)` int64 `[B]`. Later prompts, and blocks of generated tokens, get their share of the
         ratio, or of the one that an absolute budget came to at first: their protected tokens are
         those already there."""
-        if not self.compressions and (prompt or budget.ratio is None):
+        first = self.begins(regions.body) & (prompt or budget.ratio is None)
+        if bool(first.all()):
             return entry_budget(budget, regions, model, itemsize, bits)
         body = model.layers * model.kv_heads * regions.body.sum(1)
         share = block_entries(budget, body, model, itemsize, bits)
         if share is None:
             share = torch.where(self.context > 0, body * self.allowed // self.context.clamp_min(1), body)
-        return share, share
+        if not bool(first.any()):
+            return share, share
+        whole = entry_budget(budget, regions, model, itemsize, bits, first)
+        return torch.where(first, whole[0], share), torch.where(first, whole[1], share)
+
+    def begins(self, valid: Tensor) -> Tensor:
+        """Rows (of `valid [B, …]`) of which nothing was compressed yet, bool `[B]`."""
+        return valid.new_ones(len(valid), dtype=torch.bool) if self.begun is None else ~self.begun
 
     def body_budget(
         self, budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits: float, parts: Sequence[Parts]
@@ -78,14 +87,20 @@ class Ledger:
         total: Tensor,
         seconds: float,
         removed: Tensor | None = None,
+        reading: bool = False,
     ) -> None:
-        """Enter one compression; `removed` int64 `[B]` entries went when the body was grouped again."""
+        """Enter one compression; `removed` int64 `[B]` entries went when the body was grouped again. While a prompt is
+        still being read (`reading`), rows without a body are entered another time."""
         units = model.layers * model.kv_heads
         made = torch.stack([layer.n_entries.sum(1) for layer in plan.layers]).sum(0).to(regions.body.device)
         context, kept = units * regions.body.sum(1), made if removed is None else made - removed
-        if not self.compressions:
-            charged = torch.where(regions.body.any(1), regions.charged, regions.context)
-            context, kept = units * regions.context, made + units * charged
+        has_body = regions.body.any(1)
+        first = self.begins(regions.body) & (has_body | (not reading))
+        charged = torch.where(has_body, regions.charged, regions.context)
+        context = torch.where(first, units * regions.context, context)
+        kept = torch.where(first, made + units * charged, kept)
+        self.begun = first if self.begun is None else self.begun | first
+        total = torch.where(self.begun, total, 0)
         self.context, self.kept, self.allowed = (
             old.to(new.device) + new for old, new in ((self.context, context), (self.kept, kept), (self.allowed, total))
         )
@@ -100,7 +115,7 @@ class Ledger:
 
     def select(self, rows: Tensor) -> None:
         """Keep the books of these batch rows, in this order."""
-        names = ("tokens", "context", "allowed", "kept") if self.compressions else ("tokens",)
+        names = ("tokens", "begun", "context", "allowed", "kept") if self.compressions else ("tokens",)
         for name in names:
             if (books := getattr(self, name)) is not None:
                 setattr(self, name, books[rows.to(books.device)])

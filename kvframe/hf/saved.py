@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Counts up when what stands in the file changes.
 FORMAT = 1
 HEADER = "kvframe cache"
-BOOKS = ("compressions", "seconds", "tokens", "context", "allowed", "kept", "notes")
+BOOKS = ("compressions", "seconds", "tokens", "begun", "context", "allowed", "kept", "notes")
 # What transformers' own layers of full or sliding attention hold beside keys and values.
 OTHER = ("cumulative_length", "is_initialized")
 
@@ -163,7 +163,8 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
             )
         cache.states = cache.bound
     elif header["states"] is not None:
-        cache.states = read(header["states"])
+        # Mapped tensors lie at odd addresses, where matrix products round differently.
+        cache.states = map_tensors(read(header["states"]), torch.clone)
     for index, (layer, held) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         if not isinstance(layer, CompressedLayer):
             if held["kind"] != type(layer).__name__:

@@ -1,0 +1,52 @@
+"""Reading a prompt in chunks, with compression between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvframe.errors import InputError
+
+if TYPE_CHECKING:
+    from kvframe.hf.cache import CompressedCache
+
+
+def read_in_chunks(
+    cache: CompressedCache, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, chunk: int
+) -> Tensor:
+    """Logits `[B, V]` of the last column. See CompressedCache.prefill."""
+    if chunk < 1:
+        raise InputError(f"chunk must be at least 1 token, but is {chunk}.")
+    if input_ids.ndim != 2 or not input_ids.shape[1]:
+        raise InputError(f"input_ids must be [B, T] with at least one column, but are {list(input_ids.shape)}.")
+    new = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+    if new.shape != input_ids.shape:
+        raise InputError(
+            f"attention_mask must have a column for each of input_ids {list(input_ids.shape)}, but is "
+            f"{list(new.shape)}."
+        )
+    past = cache.get_seq_length()
+    seen = new.new_zeros(len(new), 1) if cache.ledger.tokens is None else cache.ledger.tokens[:, None].to(new.device)
+    positions = (seen + new.cumsum(1) - 1).clamp_min(0)
+    # Columns of the past that are padding are known to the cache.
+    mask = torch.cat([new.new_ones(len(new), past), new], 1)
+    # Equal pieces: a last one of a single token would pass for the first of an answer.
+    pieces = -(-input_ids.shape[1] // chunk)
+    size = -(-input_ids.shape[1] // pieces)
+    if pieces > 1:
+        cache.check_reading()
+    for begin in range(0, input_ids.shape[1], size):
+        if begin:
+            cache.compress_waiting()
+        columns = slice(begin, begin + size)
+        logits: Tensor = model(
+            input_ids[:, columns],
+            attention_mask=mask[:, : past + begin + size],
+            position_ids=positions[:, columns],
+            cache=cache,
+            logits_to_keep=1,
+        ).logits
+    return logits[:, -1]
