@@ -341,6 +341,13 @@ class CompressedCache(Cache):
         other.drafting = self.drafting
         other.note_validity()
 
+    def to(self, device: torch.device | str) -> CompressedCache:
+        """Move all that the cache holds to a device, in place; move the model first. Returns the cache."""
+        from kvframe.hf.devices import move
+
+        move(self, torch.device(device))
+        return self
+
     def save(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write all that the cache holds to a file, whole or not at all; `kvframe.load_cache` reads it. With the
         `tokenizer`, loading checks that too. What an encoder took from a calibration is not written, only its hash.

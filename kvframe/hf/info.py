@@ -47,6 +47,12 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
     if missing:
         raise _unknown(model, f"layer {missing[0]} has no attention module with o_proj, head_dim and scaling")
     modules = [attention[i] for i in layer_ids]
+    devices = {device for device in map(_device, modules) if device.type != "meta"}
+    if len(devices) > 1:
+        raise ModelError(
+            f"The layers of {type(model).__name__} are spread over {', '.join(sorted(map(str, devices)))}, but a "
+            "budget is shared by layers on one device; load the model on one device (device_map={'': 'cuda:0'})."
+        )
     config = model.config.get_text_config(decoder=True)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     geometry = {(m.head_dim, m.o_proj.in_features // m.head_dim, float(m.scaling)) for m in modules}
@@ -86,6 +92,15 @@ def _biases(attention: Any) -> tuple[Tensor | None, Tensor | None]:
         return linear.bias.detach() if plain and linear is not None and linear.bias is not None else None
 
     return bias("k_proj", "k_norm"), bias("v_proj", "v_norm")
+
+
+def _device(module: Any) -> torch.device:
+    """Where a module runs: where its weights are, unless accelerate brings them elsewhere for the call."""
+    hook = getattr(module, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    weight: Tensor = module.o_proj.weight
+    # accelerate numbers GPUs; a number alone is one.
+    return weight.device if device is None else torch.device(f"cuda:{device}" if isinstance(device, int) else device)
 
 
 def _fingerprint(modules: list[Any], geometry: tuple[Any, ...]) -> str:

@@ -30,7 +30,7 @@ def select(cache: CompressedCache, indices: Tensor) -> None:
     parts = [layer.picked(wanted) for layer in cache.compressed_layers]
     for layer, picked in zip(cache.compressed_layers, parts, strict=True):
         layer.select(rows, picked)
-    for other in _others(cache):
+    for other in others(cache):
         other.batch_select_indices(rows)
     cache.watch.select(rows)
     cache.ledger.select(rows)
@@ -52,7 +52,7 @@ def crop(cache: CompressedCache, columns: int) -> None:
         )
     for layer in cache.compressed_layers:
         layer.drop_last(columns)
-    for other in _others(cache):
+    for other in others(cache):
         other.crop(-columns)
     cache.drafting = True
     if columns and cache.valid is not None and cache.positions is not None:
@@ -62,6 +62,6 @@ def crop(cache: CompressedCache, columns: int) -> None:
         cache.note_validity()
 
 
-def _others(cache: CompressedCache) -> list[Any]:
+def others(cache: CompressedCache) -> list[Any]:
     """The layers that are transformers' own."""
     return [cast(Any, layer) for layer in cache.layers if not isinstance(layer, CompressedLayer)]
