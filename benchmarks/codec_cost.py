@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import yaml
@@ -72,10 +73,10 @@ def bytes_of(model: torch.nn.Module, pipeline: kvframe.Pipeline, context: int) -
     for index in info.layer_ids:
         shape = (1, info.kv_heads, context, info.head_dim)
         keys, values = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
-        passed_on: dict[str, object] = {"position_ids": positions}
+        passed_on: dict[str, Any] = {"position_ids": positions}
         cache.update(keys, values, index, kwargs=passed_on)
-        layer = passed_on["kvframe_layer"]
-        cache.watch_mask(layer, context, None)
+        # What attention does first; the keys stand for queries.
+        passed_on["kvframe_layer"].watch_query(keys, None)
     cache.compress()
     report = cache.report()
     print(
