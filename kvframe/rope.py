@@ -44,5 +44,5 @@ class Rope:
         sin = (angle.to(x.dtype).sin() * (factor * direction)).to(x.dtype)
         half = self.inv_freq.shape[0]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return torch.cat([turned, rest.expand(*turned.shape[:-1], -1)], dim=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return torch.cat([*turned, rest.expand(*turned[0].shape[:-1], -1)], dim=-1)

@@ -68,7 +68,7 @@ def cluster(work: Work, method: SoftMatching) -> Clusters:
     label = unit * width + work.segment
     limit, turn = 0, 0
     while True:
-        excess = torch.bincount(work.group[unit[alive]], minlength=len(work.target)) - work.target
+        excess = torch.bincount(work.group[unit.index_select(0, alive)], minlength=len(work.target)) - work.target
         most = int(excess.max()) if len(excess) else 0
         if most <= 0:
             number = torch.zeros_like(unit).scatter_(0, alive, torch.arange(len(alive), device=unit.device))
@@ -79,18 +79,17 @@ def cluster(work: Work, method: SoftMatching) -> Clusters:
                 f"{method.name} has {most} entries more than its budget after {turn} passes; this is a fault of the "
                 "stage, not of the input: please report it with the spec."
             )
-        where = unit[alive]
+        where = unit.index_select(0, alive)
         rank = places(where)[1]
         if turn:
             label = where * (len(unit) + 1) + rank // work.chunk[where]
         draw = scramble(method.seed, turn, work.stream[where], rank) if method.partition == "random" else None
         sides = split_chunks(label, method.partition, draw)
-        sources = torch.where(sides.sources < 0, -1, alive[sides.sources])
-        targets = torch.where(sides.targets < 0, -1, alive[sides.targets])
+        sources, targets = pick(alive, sides.sources), pick(alive, sides.targets)
         likeness, partner = match(sums, counts, sources, targets, method)
         found = partner >= 0
         source, target, likeness = sources[found], partner[found], likeness[found]
-        group = work.group[unit[source]]
+        group = work.group[unit.index_select(0, source)]
         cap = (torch.bincount(group, minlength=len(excess)) * method.max_share).ceil().long()
         if turn < len(method.steps):
             sure = likeness >= method.steps[turn]
@@ -100,9 +99,15 @@ def cluster(work: Work, method: SoftMatching) -> Clusters:
         sums.index_add_(0, target, sums.index_select(0, source))
         counts.index_add_(0, target, counts[source])
         into = torch.arange(len(unit), device=unit.device).index_copy_(0, source, target)
-        owner = into[owner]
-        alive = alive[into[alive] == alive]
+        owner = into.index_select(0, owner)
+        alive = alive[into.index_select(0, alive) == alive]
         turn += 1
+
+
+def pick(items: Tensor, index: Tensor) -> Tensor:
+    """`items[index]`, -1 where the index is; faster than indexing on a CPU."""
+    found = items.index_select(0, index.clamp_min(0).flatten()).view(index.shape)
+    return torch.where(index < 0, -1, found)
 
 
 def match(
