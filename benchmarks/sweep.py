@@ -8,7 +8,8 @@ A model of SmolLM2's shape with random weights; caches filled with random keys a
 contenders of one context and batch take their steps in turn in one process. A run adds its rows to the file, in place
 of those with the same context, batch and contender. The floor is the time to read the weights and what the cache holds
 once, at the speed that the same run measured. What AATC learns is not counted: it belongs to the model. Random vectors
-have no structure, so that it gives bits to every channel: its slowest case."""
+have no structure, so that it gives bits to every channel: its slowest case. `--specs quantised` is transformers' own
+quantised cache, which needs optimum-quanto, ninja and a compiler; what it holds is not measured."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from decode import SMOLLM2, fill, step
 from machine import describe, read_speed
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, QuantizedCache
 
 import kvframe
 from kvframe.hf.cache import CompressedCache
@@ -47,6 +48,7 @@ SPECS: dict[str, tuple[str, dict[str, object]]] = {
 LABELS = {
     "stock": "DynamicCache",
     "preallocated": "preallocated, full",
+    "quantised": "transformers' QuantizedCache, 4 bits",
     "snapkv": "SnapKV, ratio 4",
     "adakv": "AdaKV, ratio 4",
     "centroidkv": "CentroidKV, ratio 4",
@@ -90,6 +92,8 @@ def held(cache: DynamicCache | CompressedCache) -> int:
     if isinstance(cache, CompressedCache):
         report = cache.report()
         return report.bytes - report.bytes_by_part.get("learned", 0)
+    if isinstance(cache, QuantizedCache):
+        return 0  # its tensors are of a class of their own, which does not tell
     tensors = [getattr(layer, "buffers", None) or [layer.keys, layer.values] for layer in cache.layers]
     return sum(t.untyped_storage().nbytes() for pair in tensors for t in pair)
 
@@ -102,7 +106,9 @@ def measure(context: int, batch: int, names: list[str], steps: int) -> list[dict
     caches: dict[str, DynamicCache | CompressedCache] = {}
     spent: dict[str, float] = {}
     for name in ("stock", "preallocated", *names):
-        if name in SPECS:
+        if name == "quantised":
+            cache = QuantizedCache(backend="quanto", config=model.config, nbits=4, residual_length=128)
+        elif name in SPECS:
             spec, overrides = SPECS[name]
             cache = kvframe.load(spec, overrides).cache(model)
         else:
@@ -166,7 +172,9 @@ def show(args: argparse.Namespace) -> None:
         )
     batches = sorted({row["batch"] for row in data["rows"]})
     figure, axes = plt.subplots(1, len(batches), figsize=(1 + 4.5 * len(batches), 4.2), squeeze=False)
-    names = [n for n in ("stock", "preallocated", *SPECS) if any(r["contender"] == n for r in data["rows"])]
+    names = [
+        n for n in ("stock", "preallocated", "quantised", *SPECS) if any(r["contender"] == n for r in data["rows"])
+    ]
     for ax, batch in zip(axes[0], batches, strict=True):
         for index, name in enumerate(names):
             points = [(r["context"], r["ms"]) for r in data["rows"] if (r["contender"], r["batch"]) == (name, batch)]
@@ -203,7 +211,9 @@ def main() -> None:
     runs = commands.add_parser("run")
     runs.add_argument("--contexts", type=int, nargs="+", required=True)
     runs.add_argument("--batch", type=int, default=1)
-    runs.add_argument("--specs", nargs="+", default=["identity", "snapkv", "aatc-codespace"], choices=SPECS)
+    runs.add_argument(
+        "--specs", nargs="+", default=["identity", "snapkv", "aatc-codespace"], choices=[*SPECS, "quantised"]
+    )
     runs.add_argument("--steps", type=int, default=11)
     runs.add_argument("--out", type=Path, required=True)
     runs.set_defaults(call=run)
