@@ -98,6 +98,11 @@ class CompressedCache(Cache):
             self._awaited = layer
         return updated
 
+    def begin_with(self, bound: Any) -> None:
+        """Take this for what the stages loaded, now and after each reset."""
+        self.bound = bound
+        self._open = self.pipeline, bound
+
     def reached(self) -> None:
         """The attention function has come to the layer that was updated last."""
         self._awaited = None
@@ -362,7 +367,7 @@ class CompressedCache(Cache):
         self.pipeline, self.bound = self._open
         self.ledger, self.valid, self.positions, self.states = Ledger(), None, None, None
         self.recent_validity_bias, self.trailing_padding, self.pending = None, 0, True
-        self.drafting = False
+        self.drafting, self._awaited = False, None
         self.watch.reset()
 
     def select(self, indices: Sequence[int] | Tensor) -> CompressedCache:

@@ -98,7 +98,10 @@ def test_turns_are_read_in_chunks(llama):
     assert report.entry_ratio >= 4
 
 
-def test_what_must_be_seen_whole_says_so(llama):
+def test_what_must_be_seen_whole_says_so(llama, monkeypatch):
+    from kvframe_gracekv import exact_flow
+
+    monkeypatch.setattr(exact_flow.ExactFlow, "streams", False)
     inputs = batch([90])
     cache = kvframe.load("gracekv", {"budget.ratio": 2, **SMALL}).cache(llama)
     with pytest.raises(InputError, match=r"Allocator 'gracekv.exact_flow' plans over the whole prompt"):

@@ -116,7 +116,7 @@ def _new_cache(pipeline: Pipeline, batch: Batch, model: Any) -> Any:
             assume(False)
     fits = encoder.model_copy(update={"calibration": PROMPT})
     made = Pipeline(pipeline.spec.model_copy(update={"encoder": fits}), pipeline.name).cache(model)
-    made.bound = _calibrated(fits, batch.family)
+    made.begin_with(_calibrated(fits, batch.family))
     return made
 
 

@@ -40,7 +40,7 @@ class BudgetFlow(Allocator):
     paper: ClassVar[str] = "Tian et al., 2026, arXiv 2608.07001"
     ragged: ClassVar[bool] = True
     merges: ClassVar[bool] = True
-    streams: ClassVar[bool] = False
+    streams: ClassVar[bool] = True
 
     name: Literal["gracekv.budget_flow"] = "gracekv.budget_flow"
     floor: float = Field(0.6, ge=0, le=1, description="Share of the budget for the singleton floor at most; 0 = none.")

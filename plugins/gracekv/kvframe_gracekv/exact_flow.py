@@ -36,7 +36,7 @@ class ExactFlow(Allocator):
     paper: ClassVar[str] = "own, after Tian et al., 2026, arXiv 2608.07001"
     ragged: ClassVar[bool] = True
     merges: ClassVar[bool] = True
-    streams: ClassVar[bool] = False
+    streams: ClassVar[bool] = True
 
     name: Literal["gracekv.exact_flow"] = "gracekv.exact_flow"
     longest: int = Field(32, ge=1, le=1024, description="Tokens in an entry at most; 1 = no merging.")
