@@ -147,7 +147,7 @@ def draw(rows: dict[tuple[str, int], dict[str, float]], lengths: list[int], spec
     axes[0].set_ylabel("% of the prefill's")
     axes[1].set_ylabel("tensors beyond the cache, % of it")
     axes[0].legend()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def draw_slots(model: Any, tokenizer: Any, ids: torch.Tensor, path: Path) -> Non
     axis.set_xlabel("token")
     axis.set_ylabel("strength of the cut before it")
     axis.legend(loc="lower right")
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def draw_budget(model: Any, ids: torch.Tensor, ratio: float, path: Path) -> None:
@@ -85,7 +85,7 @@ def draw_budget(model: Any, ids: torch.Tensor, ratio: float, path: Path) -> None
         line[2].set_xlabel("tokens in the entry")
         line[2].set_ylabel("% of entries")
         line[2].tick_params(axis="x", labelsize=7, rotation=30)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def sizes_of(layer: Any) -> torch.Tensor:
