@@ -4,8 +4,8 @@
 
 The model is shown a prompt and then the text's next tokens, a block at a time; between two blocks the tokens that left
 the recent window are compressed by the spec's stages, with the queries seen last as probes, as `decode.flush` does it
-for generated tokens. All specs see the same tokens, after one another, in one process. NLL is in nats a token; "bytes held"
-is the largest share of the full cache's bytes after any compression from the first thousand tokens on."""
+for generated tokens. All specs see the same tokens, after one another, in one process. NLL is in nats a token; "bytes
+held" is the largest share of the full cache's bytes after any compression from the first thousand tokens on."""
 
 from __future__ import annotations
 

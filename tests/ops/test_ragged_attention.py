@@ -137,11 +137,13 @@ def test_dense_attention_with_a_mask(block, monkeypatch):
     monkeypatch.setattr(dense, "BLOCK_ELEMENTS", block)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 6, 5, 8, generator=generator)
-    keys, values = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))
+    # Keys of another precision than the query's go the way of devices without a fused kernel.
+    keys, values = (torch.randn(2, 2, 9, 8, generator=generator).double() for _ in range(2))
     mask = torch.rand(2, 1, 5, 9, generator=generator) > 0.4
     mask[1, 0, 3] = False  # this query sees nothing
     bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     out, lse = dense_attention(query, keys, values, 0.3, bias)
+    keys, values = keys.float(), values.float()
     logits = query.view(2, 2, 3, 5, 8) @ keys[:, :, None].mT * 0.3 + bias[:, :, None]
     assert torch.allclose(lse, logits.logsumexp(-1).view(2, 6, 5), atol=1e-5)
     wanted = (logits.softmax(-1).nan_to_num(0) @ values[:, :, None]).view(2, 6, 5, 8)
@@ -165,3 +167,28 @@ def test_the_layout_in_memory_does_not_matter(impl):
         ragged_attention(query, columns, 0.3, impl), ragged_attention(query, entries, 0.3, impl), strict=True
     ):
         assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "query_heads", "heads", "queries", "n"), [(2, 6, 2, 7, 33), (1, 4, 4, 2, 1)])
+def test_many_queries_under_a_bias(dtype, batch, query_heads, heads, queries, n):
+    """Masks that differ from query to query, some of which see nothing, for every shape that a bias may have."""
+    generator = torch.Generator().manual_seed(n)
+    query, keys, values = (
+        torch.randn(batch, h, t, 16, generator=generator).to(dtype)
+        for h, t in ((query_heads, queries), (heads, n), (heads, n))
+    )
+    for shape in ((batch, 1, queries, n), (1, 1, queries, n), (batch, heads, queries, n), (batch, 1, 1, n)):
+        bias = torch.randn(shape, generator=generator)
+        bias = bias.masked_fill(torch.rand(shape, generator=generator) < 0.4, -torch.inf)
+        bias[..., 0, :] = -torch.inf
+        out, lse = dense_attention(query, keys, values, 0.3, bias)
+        grouped = query.double().reshape(batch, heads, -1, queries, 16)
+        logits = grouped @ keys.double()[:, :, None].transpose(-1, -2) * 0.3 + bias.double()[:, :, None]
+        wanted_lse = logits.logsumexp(-1)
+        weights = (logits - wanted_lse.nan_to_num(neginf=0.0)[..., None]).exp()
+        wanted = (weights @ values.double()[:, :, None]).reshape(out.shape)
+        # The products are rounded to the dtype once, as are the weights; sums are fp32.
+        limit = 8 * torch.finfo(dtype).eps
+        assert torch.allclose(out.double(), wanted, atol=limit * float(values.abs().max()))
+        assert torch.allclose(lse.double(), wanted_lse.reshape(lse.shape), atol=limit * 8)

@@ -22,18 +22,18 @@ def dense_attention(
         out = query.new_zeros(query.shape, dtype=torch.float32)
         return out, out.new_full(out.shape[:-1], -torch.inf)
     group = query_heads // heads
-    packed = query.reshape(batch, heads, group * length, dim)
-    if query.device.type == "cpu" and (bias is None or length == 1) and query.dtype == keys.dtype:
-        mask = (
-            None if bias is None else bias.float()
-        )  # fp32 also for bf16 keys: a bf16 logarithm would be off by a percent
+    shape = (batch, query_heads, length)
+    if query.device.type == "cpu" and query.dtype == keys.dtype:
         # The fused kernel takes channels for adjacent and reads something else where they are not.
-        packed, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (packed, keys, values))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            packed, keys, values, 0.0, False, attn_mask=mask, scale=scale
-        )
-        shape = (batch, query_heads, length)
-        return out.float().reshape(*shape, dim), lse.reshape(shape)
+        keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+        if bias is None or length == 1:
+            out, lse = _fused(query.reshape(batch, heads, group * length, dim), keys, values, scale, bias)
+        else:
+            # One call for each query head of a group, since all of them share one bias.
+            heads_of = query.reshape(batch, heads, group, length, dim).unbind(2)
+            found = [_fused(one, keys, values, scale, bias) for one in heads_of]
+            out, lse = (torch.stack(pieces, 2) for pieces in zip(*found, strict=True))
+        return out.reshape(*shape, dim), lse.reshape(shape)
     grouped = query.reshape(batch, heads, group, length, dim)
     keys32, values32 = keys[:, :, None].float(), values[:, :, None].float()  # a product in bf16 would round each logit
     step = max(1, BLOCK_ELEMENTS // max(1, batch * query_heads * n))
@@ -48,5 +48,19 @@ def dense_attention(
         weights = (logits - torch.where(lse.isinf(), torch.zeros_like(lse), lse)[..., None]).exp()
         outs.append(weights @ values32)
         lses.append(lse)
-    shape = (batch, query_heads, length)
     return torch.cat(outs, 3).reshape(*shape, dim), torch.cat(lses, 3).reshape(shape)
+
+
+def _fused(query: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """torch's fused kernel for a CPU, `[B, H, q, D]` on `[B, H, n, D]`; `bias` broadcasts to `[B, H, q, n]`."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    # fp32 also for bf16 keys: a bf16 logarithm would be off by a percent
+    mask = None if bias is None else bias.float()
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, False, attn_mask=mask, scale=scale
+    )
+    out = out.float()
+    if mask is not None:
+        blind = (mask == -torch.inf).all(-1)  # what the kernel returns for those is not defined
+        out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+    return out, lse
