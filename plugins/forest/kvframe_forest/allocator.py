@@ -36,13 +36,13 @@ class Pruned(Allocator):
     streams: ClassVar[bool] = True
 
     name: Literal["forest.pruned"] = "forest.pruned"
-    chunk: int = Field(256, ge=2, description="Nodes of a head among which partners are sought.")
+    chunk: int = Field(64, ge=2, description="Nodes of a head among which partners are sought.")
     passes: int = Field(16, ge=0, le=64, description="Passes of matching; 0 = tokens are kept or dropped, not merged.")
     max_share: float = Field(0.5, gt=0, le=1, description="Share (0 to 1) of a row's sources that a pass may merge.")
     queries: int = Field(64, ge=1, description="Last queries, whose sizes say which channels of keys matter.")
     base: float = Field(0.3, gt=0, le=1, description="Uniform share of a token's weight; the rest is the scorer's.")
     value_share: float = Field(0.5, ge=0, description="Weight of a value's relative squared error.")
-    drop: float = Field(1.0, gt=0, description="What a dropped token costs, relative to an error as large as itself.")
+    drop: float = Field(10.0, gt=0, description="Loss of a dropped token, relative to its weight.")
     steps: int = Field(40, ge=1, description="Prices tried at most.")
 
     @property
