@@ -48,6 +48,7 @@ SPECS: dict[str, tuple[str, dict[str, object]]] = {
 LABELS = {
     "stock": "DynamicCache",
     "preallocated": "preallocated, full",
+    "empty": "a context of one token",
     "quantised": "transformers' QuantizedCache, 4 bits",
     "snapkv": "SnapKV, ratio 4",
     "adakv": "AdaKV, ratio 4",
@@ -105,7 +106,7 @@ def measure(context: int, batch: int, names: list[str], steps: int) -> list[dict
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     caches: dict[str, DynamicCache | CompressedCache] = {}
     spent: dict[str, float] = {}
-    for name in ("stock", "preallocated", *names):
+    for name in ("stock", "preallocated", "empty", *names):
         if name == "quantised":
             cache = QuantizedCache(backend="quanto", config=model.config, nbits=4, residual_length=128)
         elif name in SPECS:
@@ -113,7 +114,7 @@ def measure(context: int, batch: int, names: list[str], steps: int) -> list[dict
             cache = kvframe.load(spec, overrides).cache(model)
         else:
             cache = full_cache(model.config, DynamicLayer if name == "stock" else Preallocated)
-        fill(model, cache, context, batch)
+        fill(model, cache, 1 if name == "empty" else context, batch)
         if isinstance(cache, CompressedCache):
             begin = time.perf_counter()
             cache.compress()
@@ -173,7 +174,9 @@ def show(args: argparse.Namespace) -> None:
     batches = sorted({row["batch"] for row in data["rows"]})
     figure, axes = plt.subplots(1, len(batches), figsize=(1 + 4.5 * len(batches), 4.2), squeeze=False)
     names = [
-        n for n in ("stock", "preallocated", "quantised", *SPECS) if any(r["contender"] == n for r in data["rows"])
+        n
+        for n in ("stock", "preallocated", "empty", "quantised", *SPECS)
+        if any(r["contender"] == n for r in data["rows"])
     ]
     for ax, batch in zip(axes[0], batches, strict=True):
         for index, name in enumerate(names):
