@@ -90,8 +90,12 @@ def interval_distortion(
 
 def _compile(function: Any) -> Any:
     # Sums over probes may be reordered, so that lanes can be probes; infinities and NaN keep their meaning.
-    relaxed = {"reassoc", "contract", "arcp", "nsz"}
-    return numba.njit(cache=True, nogil=True, fastmath=relaxed, error_model="numpy")(function)
+    options = {"nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        # There is no folder that the machine code could be kept in, so each process makes it anew.
+        return numba.njit(**options)(function)
 
 
 @_compile
