@@ -22,14 +22,14 @@ from kvframe.hf import Prefill, load_model
 STARTS = (11000, 33000, 52000, 71000, 90000)
 OTHERS = ("centroidkv", "gracekv", "snapkv")
 PROTECT = {"protect.recent_min": 4, "protect.recent_share": 0.25}
-CHANGES = "base=0.1,base=1,value_share=0.1,value_share=2,drop=0.3,drop=3,passes=0"
+CHANGES = "drop=1,chunk=256,base=0.1,base=1,value_share=2,passes=0,scorer.pool_width=5"
 NEW = 64
 
 
 def overrides(variant: str) -> dict[str, float]:
-    """ "drop=3;base=0.5" as overrides of the allocator."""
+    """ "drop=3;scorer.pool_width=5" as overrides; a bare name is the allocator's."""
     pairs = (item.split("=") for item in variant.split(";") if item)
-    return {f"allocator.{name}": json.loads(value) for name, value in pairs}
+    return {name if "." in name else f"allocator.{name}": json.loads(value) for name, value in pairs}
 
 
 def main() -> None:
