@@ -65,7 +65,7 @@ class Cpu(Kernel):
         """See Kernel.attend. Raises InputError without numba, for an encoder without such a way, or another device."""
         if not native.available():
             raise InputError(
-                f"attention: cpu needs the package 'numba', which is not installed; {native.INSTALL}, or use "
+                f"attention: cpu needs the package 'numba', which cannot be used here; {native.INSTALL}, or use "
                 "attention: auto."
             )
         return _by_name(query, part, scale, "cpu")

@@ -107,8 +107,7 @@ def test_an_encoder_without_a_way_of_its_own_is_named():
 
 def test_without_numba_it_is_said_once(monkeypatch, caplog):
     native.available.cache_clear()
-    monkeypatch.setattr(native, "find_spec", lambda name: None)
-    caplog.set_level("INFO", "kvframe")
+    monkeypatch.setitem(sys.modules, "numba", None)
     big = Entries(torch.tensor([0, 5000]), torch.randn(5000, 24), torch.randn(5000, 24))
     part, query = Part(Dense().encode(big, ()), Dense()), torch.randn(1, 1, 1, 24)
     try:

@@ -10,7 +10,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ INSTALL = "pip install 'kvframe[cpu]'"
 
 @cache
 def available() -> bool:
-    """Whether numba is installed. Said once in the log if it is not."""
-    if find_spec("numba"):
-        return True
-    log.info("numba is not installed, so codes are decoded before attention on the CPU; %s makes it faster.", INSTALL)
-    return False
+    """Whether numba can be used. Said once in the log if it cannot."""
+    try:
+        import_module("numba")
+    except ImportError as error:  # also where it does not know the numpy that is there
+        log.warning("Attention on the CPU decodes first, as numba cannot be used (%s); %s is faster.", error, INSTALL)
+        return False
+    return True
 
 
 def run(kernel: Any, arguments: Sequence[Tensor | int | None], threads: int) -> None:
