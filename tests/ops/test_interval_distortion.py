@@ -92,8 +92,7 @@ def test_reference_is_the_definition(shape):
 
 
 @pytest.mark.parametrize("impl", ["fast", "numba"])
-@pytest.mark.parametrize("coherent", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "coherent"), [(torch.float32, True), (torch.bfloat16, False)])
 @settings(max_examples=15, deadline=None)
 @given(shape=SHAPES)
 def test_implementations_match_the_reference(dtype, coherent, impl, shape):
