@@ -81,7 +81,7 @@ def as_float(context, bits):
 
 @njit(fastmath=FAST, inline="always")
 def exp(x):
-    """`e ** x` for `x <= 0`, within 2e-7, as a polynomial that loops turn into vectors; that of -87 for what is below."""
+    """`e ** x` for `x <= 0`, within 2e-7, as a polynomial that loops turn into vectors; below -87 that of -87."""
     # 2 ** n * e ** r with |r| <= ln(2) / 2, where e ** r is its Taylor series: the rest is below r ** 7 / 5040.
     t = max(x, f32(-87.0)) * f32(1.4426950408889634)
     n = np.int32(t - f32(0.5))
