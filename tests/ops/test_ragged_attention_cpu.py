@@ -76,6 +76,20 @@ def test_items_cover_every_entry_once_and_are_alike():
 
 
 @needs_numba
+def test_multiplicities_are_read_whatever_their_type_and_layout():
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(9, 24, generator=generator) for _ in range(2))
+    count = torch.rand(9, generator=generator)
+    query = torch.randn(1, 2, 1, 24, generator=generator)
+    outs = []
+    for given in (count, count.double(), count.repeat_interleave(2)[::2]):
+        part = Part(Dense().encode(Entries(torch.tensor([0, 9]), keys, values, given), ()), Dense())
+        outs.append(Cpu().attend(query, part, 1.0)[0])
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@needs_numba
 def test_refusals_name_the_way_out():
     entries = Entries(torch.tensor([0, 3]), torch.randn(3, 24), torch.randn(3, 24))
     codes, query = Dense().encode(entries, ()), torch.randn(1, 1, 1, 24)

@@ -418,7 +418,8 @@ def packed_attention(
     if query.device.type != "cpu":
         raise InputError(f"The cpu kernel runs on the CPU, but the query is on {query.device}; use attention: auto.")
     places, bounds = rows.places(keys, values)
-    query, constant = query.contiguous(), constant.contiguous()
+    query, constant, offsets = query.contiguous(), constant.contiguous(), rows.offsets.long().contiguous()
+    count = None if rows.log_multiplicity is None else rows.log_multiplicity.float().contiguous()
     sharing = query.shape[1] if rebuild is None else query.shape[1] // rows.heads
     at_once = next(n for n in AT_ONCE if sharing % n == 0)
     kernel = attend_kernel(at_once, keys.levels, values.levels, rebuild is not None)
@@ -432,7 +433,7 @@ def packed_attention(
     given = (
         *(rows.heads, keys.channels, values.channels, constant, places, keys.table, values.table),
         *(keys.words, values.words, keys.scales, values.scales, keys.scale_table, values.scale_table),
-        *(level_table(query.device), len(keys.scales), rows.log_multiplicity, rows.offsets),
+        *(level_table(query.device), len(keys.scales), count, offsets),
         *extra,
     )
     return attended(kernel, query, bounds, values.channels + 1, TILE, rows.groups, given)

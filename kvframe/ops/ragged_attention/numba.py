@@ -205,7 +205,9 @@ def ragged_attention(query: Tensor, encoded: Encoded, scale: float) -> tuple[Ten
     known = dim % LANES == 0 and 64 <= dim <= 256
     at_once = next(n for n in AT_ONCE if queries % n == 0 and n * dim <= IN_REGISTERS) if known else 1
     kernel = attend_kernel(dim if known else 0, at_once, VIEWS[keys.dtype], scaled)
-    given = (keys, values, encoded.log_multiplicity, *factors, dim)
+    count = encoded.log_multiplicity
+    count = None if count is None else count.float().contiguous()
+    given = (keys, values, count, *factors, dim)
     out, lse = attended(kernel, packed, encoded.bounds, dim, TILE, len(keys), given)
     shape = (batch, query_heads, length)
     return out.view(*shape, dim), lse.view(shape)
