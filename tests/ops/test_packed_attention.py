@@ -144,3 +144,7 @@ def test_refusals_name_the_way_out():
     strided = Packed(keys.words.repeat_interleave(2)[::2], *(keys.scales, None, keys.segments, keys.levels))
     with pytest.raises(InputError, match="those of the keys are not"):
         packed_attention(query, constant, strided, values, rows)
+    short = Packed(keys.words[:-1], keys.scales, None, keys.segments, keys.levels)
+    for given in ((query, constant, short, values), (query[..., 1:], constant, keys, values)):
+        with pytest.raises(InputError, match=r"channels of queries for 6, and \d+ words"):
+            packed_attention(*given, rows)

@@ -101,6 +101,8 @@ def test_refusals_name_the_way_out():
         Cpu().attend(query, Part(strided, Dense()), 1.0)
     with pytest.raises(InputError, match=r"fp32, bf16 or fp16, not torch.float64; use attention: auto"):
         Cpu().attend(query.double(), Part(codes, Dense()), 1.0)
+    with pytest.raises(InputError, match=r"keys and values alike, \[N, 16\], but they are torch.float32 \[3, 24\]"):
+        Cpu().attend(query[..., :16], Part(codes, Dense()), 1.0)
     with pytest.raises(InputError, match="runs on the CPU, but the query is on meta"):
         Cpu().attend(query.to("meta"), Part(codes, Dense()), 1.0)
 

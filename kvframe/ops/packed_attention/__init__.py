@@ -53,6 +53,15 @@ def packed_attention(
     for name, side in (("keys", keys), ("values", values)):
         if not side.words.is_contiguous() or not side.scales.is_contiguous():
             raise InputError(f"packed_attention needs contiguous codes, but those of the {name} are not.")
+    wide = query.shape[-1] if rebuild is None else keys.channels
+    blocks = [sum(rows.blocks[group :: rows.groups]) for group in range(rows.groups)]
+    for name, side in (("keys", keys), ("values", values)):
+        words = sum(m * w for m, w in zip(blocks, side.words_a_block, strict=True))
+        if side.words.numel() != words or len(side.scales) != sum(rows.lengths) or keys.channels != wide:
+            raise InputError(
+                f"packed_attention was given {wide} channels of queries for {keys.channels}, and "
+                f"{side.words.numel()} words and {len(side.scales)} scales of {name} for {words} and {sum(rows.lengths)}."
+            )
     if rebuild is not None and impl == "triton":
         raise InputError("packed_attention cannot rebuild keys with 'triton'; use impl='auto', or codes after RoPE.")
     if constant is None:

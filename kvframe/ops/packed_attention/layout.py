@@ -87,6 +87,11 @@ class PackedRows:
     offsets: Tensor
     log_multiplicity: Tensor | None
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks of each pair."""
+        return tuple(-(-n // LANES) for n in self.lengths)
+
     def places(self, keys: Packed, values: Packed) -> tuple[Tensor, tuple[int, ...]]:
         """Where the pairs' codes begin: int64 `[P, 5]`, for each pair its number of rows, its first row, its first word
         of keys and of values, and its first block among all pairs'; and the offsets of the pairs' blocks."""

@@ -199,6 +199,12 @@ def ragged_attention(query: Tensor, encoded: Encoded, scale: float) -> tuple[Ten
     scaled = encoded.format == "int8"
     factors = [encoded.codes[f"{name}_scale"] for name in ("keys", "values")] if scaled else [None, None]
     batch, query_heads, length, dim = query.shape
+    # Addresses are handed over, so what does not fit would be read from elsewhere.
+    if keys.dtype != values.dtype or keys.shape != values.shape or keys.shape[-1] != dim:
+        described = (f"{t.dtype} {list(t.shape)}" for t in (keys, values))
+        raise InputError(
+            f"The cpu kernel takes keys and values alike, [N, {dim}], but they are {' and '.join(described)}."
+        )
     pairs = len(encoded.bounds) - 1
     queries = batch * query_heads * length // pairs
     packed = (query.float() * scale).reshape(pairs, queries, dim).contiguous()
