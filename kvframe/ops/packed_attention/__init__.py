@@ -59,8 +59,8 @@ def packed_attention(
         words = sum(m * w for m, w in zip(blocks, side.words_a_block, strict=True))
         if side.words.numel() != words or len(side.scales) != sum(rows.lengths) or keys.channels != wide:
             raise InputError(
-                f"packed_attention was given {wide} channels of queries for {keys.channels}, and "
-                f"{side.words.numel()} words and {len(side.scales)} scales of {name} for {words} and {sum(rows.lengths)}."
+                f"packed_attention was given {wide} channels of queries for {keys.channels}, and {side.words.numel()} "
+                f"words and {len(side.scales)} scales of {name} for {words} and {sum(rows.lengths)}."
             )
     if rebuild is not None and impl == "triton":
         raise InputError("packed_attention cannot rebuild keys with 'triton'; use impl='auto', or codes after RoPE.")
