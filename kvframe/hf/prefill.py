@@ -20,8 +20,8 @@ class Prefill(CompressedCache):
 
     It observes what any of them needs and compresses nothing itself."""
 
-    def __init__(self, model: PreTrainedModel, pipelines: Iterable[Pipeline]) -> None:
-        needs = reduce(or_, (pipeline.needs for pipeline in pipelines), Needs())
+    def __init__(self, model: PreTrainedModel, pipelines: Iterable[Pipeline], *, needs: Needs | None = None) -> None:
+        needs = reduce(or_, (pipeline.needs for pipeline in pipelines), needs or Needs())
         super().__init__(load("identity"), model, needs=needs)
 
     def _compress(self, suffix_length: Lengths, prompt: bool, reading: bool = False) -> None:
@@ -33,8 +33,7 @@ class Prefill(CompressedCache):
         """A cache for `pipeline` that has seen what this one has; without a pipeline, a second prefill. Storage is
         shared until one of them writes. Raises InputError for a pipeline that needs what was not observed."""
         if pipeline is None:
-            other: CompressedCache = Prefill(self.live_model(), [])
-            other.needs = self.needs
+            other: CompressedCache = Prefill(self.live_model(), [], needs=self.needs)
         else:
             if self.needs | pipeline.needs != self.needs:
                 raise InputError(

@@ -11,6 +11,7 @@ from tiny import MODELS, batch, tiny_model
 
 import kvframe
 from kvframe.builtin.allocators import TopK
+from kvframe.hf import Prefill
 from kvframe.pipeline import Pipeline
 from kvframe.spec import PipelineSpec, Protect
 from kvframe.stages import Scorer
@@ -160,3 +161,17 @@ def test_the_step_that_triggers_the_compression_is_not_observed(llama):
     with_explicit.compress()
     for depth in (0.0, 0.4, 0.9):
         assert torch.equal(SEEN[0].hidden_states[depth], SEEN[1].hidden_states[depth])
+
+
+def test_a_second_prefill_goes_on_observing(llama):
+    pipeline = curious_pipeline()
+    prefill = Prefill(llama, [pipeline])
+    llama(**batch([40]), cache=prefill)
+    second = prefill.fork()
+    llama(torch.tensor([[4, 5]]), cache=second)
+    second.fork(pipeline).compress()
+    prefill.fork(pipeline).compress()
+    for seen, tokens in zip(SEEN, (42, 40), strict=True):
+        assert seen.surprisal.shape == (1, tokens)
+        assert all(states.shape[1] == tokens for states in seen.hidden_states.values())
+        assert all(layer.queries.shape[2] == tokens for layer in seen.layers)
