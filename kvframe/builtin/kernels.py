@@ -37,7 +37,7 @@ class Sdpa(Kernel):
 
     def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
         """See Kernel.attend."""
-        return merge_attention([ragged_attention(query, tile, scale, impl="sdpa") for tile in part.tiles()])
+        return _decoded(query, part, scale)
 
 
 class Triton(Kernel):
@@ -86,7 +86,7 @@ class Auto(Kernel):
                 found = None
             if found is not None:
                 return found
-        return Sdpa().attend(query, part, scale)
+        return _decoded(query, part, scale)
 
 
 def _impl(query: Tensor, part: Part) -> str | None:
@@ -100,6 +100,10 @@ def _impl(query: Tensor, part: Part) -> str | None:
     batch, query_heads, length, _ = query.shape
     few = batch * query_heads * length <= FEW_QUERIES * (len(part.encoded.bounds) - 1)
     return "cpu" if few and native.available() else None
+
+
+def _decoded(query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    return merge_attention([ragged_attention(query, tile, scale, impl="sdpa") for tile in part.tiles()])
 
 
 def _by_name(query: Tensor, part: Part, scale: float, impl: str) -> tuple[Tensor, Tensor]:

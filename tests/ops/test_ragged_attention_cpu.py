@@ -122,7 +122,7 @@ def test_an_encoder_without_a_way_of_its_own_is_named():
 
 
 def test_without_numba_it_is_said_once(monkeypatch, caplog):
-    native.available.cache_clear()
+    native._usable.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)
     big = Entries(torch.tensor([0, 5000]), torch.randn(5000, 24), torch.randn(5000, 24))
     part, query = Part(Dense().encode(big, ()), Dense()), torch.randn(1, 1, 1, 24)
@@ -133,7 +133,7 @@ def test_without_numba_it_is_said_once(monkeypatch, caplog):
         with pytest.raises(InputError, match=r"needs the package 'numba'.*kvframe\[cpu\].*attention: auto"):
             Cpu().attend(query, part, 1.0)
     finally:
-        native.available.cache_clear()
+        native._usable.cache_clear()
 
 
 @needs_numba

@@ -22,9 +22,14 @@ log = logging.getLogger("kvframe")
 INSTALL = "pip install 'kvframe[cpu]'"
 
 
-@cache
+@torch.compiler.assume_constant_result
 def available() -> bool:
     """Whether numba can be used. Said once in the log if it cannot."""
+    return _usable()
+
+
+@cache
+def _usable() -> bool:
     try:
         import_module("numba")
     except ImportError as error:  # also where it does not know the numpy that is there

@@ -1,12 +1,11 @@
 """Attention over ragged entries with log multiplicity, returned with its log-sum-exp, and the exact merge of parts."""
 
-from importlib import import_module
-
 from torch import Tensor
 
 from kvframe.errors import InputError
 from kvframe.ops.ragged_attention.dense import dense_attention
 from kvframe.ops.ragged_attention.merge import merge_attention
+from kvframe.ops.ragged_attention.operator import run
 from kvframe.ops.ragged_attention.reference import ragged_attention as ragged_attention_reference
 from kvframe.ops.ragged_attention.sdpa import ragged_attention as ragged_attention_sdpa
 from kvframe.types import Encoded, Entries
@@ -33,8 +32,7 @@ def attend_codes(query: Tensor, encoded: Encoded, scale: float, impl: str) -> tu
     Raises InputError for what that implementation cannot take."""
     if impl not in ("cpu", "triton"):
         return None
-    module = import_module(f"{__name__}.{'numba' if impl == 'cpu' else impl}")
-    return module.ragged_attention(query, encoded, scale)
+    return run(query, encoded, scale, impl)
 
 
 __all__ = ["attend_codes", "dense_attention", "merge_attention", "ragged_attention"]
