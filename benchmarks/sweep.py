@@ -174,12 +174,13 @@ def show(args: argparse.Namespace) -> None:
             f"| {row['megabytes']:.0f} | {row['ms'] - row['floor_ms']:.1f} |"
         )
     batches = sorted({row["batch"] for row in data["rows"]})
-    figure, axes = plt.subplots(1, len(batches), figsize=(1 + 4.5 * len(batches), 4.2), squeeze=False)
+    figure, axes = plt.subplots(1, len(batches), figsize=(2 + 4 * len(batches), 5), squeeze=False)
     names = [
         n
         for n in ("stock", "preallocated", "empty", "quantised", *SPECS)
         if any(r["contender"] == n for r in data["rows"])
     ]
+    colors, lines = plt.get_cmap("tab20"), {}
     for ax, batch in zip(axes[0], batches, strict=True):
         for index, name in enumerate(names):
             points = [(r["context"], r["ms"]) for r in data["rows"] if (r["contender"], r["batch"]) == (name, batch)]
@@ -188,7 +189,7 @@ def show(args: argparse.Namespace) -> None:
                     *zip(*sorted(points), strict=True),
                     marker="o",
                     ms=4,
-                    color=f"C{index}",
+                    color=colors(index),
                     label=LABELS.get(name, name),
                 )
         floor = sorted(
@@ -204,8 +205,9 @@ def show(args: argparse.Namespace) -> None:
         ax.yaxis.set_major_formatter("{x:g}")
         ax.set_yticks([20, 50, 100, 200, 500])
         ax.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
+        lines |= {line.get_label(): line for line in ax.lines}
+    figure.tight_layout(rect=(0, 0.2, 1, 1))
+    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=2 + (len(batches) > 1), fontsize=8)
     for kind in ("png", "svg"):
         figure.savefig(args.file.with_suffix(f".{kind}"), dpi=110)
 
