@@ -1,11 +1,10 @@
-"""Compression time as a share of the prefill, and the memory that it takes, against context length.
+"""Compression time as a share of the prefill, against context length.
 
     python benchmarks/compression.py run --contexts 1024 2048 4096 --out benchmarks/results/compression.json
     python benchmarks/compression.py show benchmarks/results/compression.json
 
 A model of SmolLM2's shape with random weights reads a random prompt once for all specs (`kvframe.hf.Prefill`), so the
-share is that of the time the observed prefill takes. `peak` is what the process holds at most while it compresses,
-above what it held before, the new cache included. Memory that the process had and gives out again is not seen in it."""
+share is that of the time the observed prefill takes."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 from decode import SMOLLM2
-from machine import Peak, describe
+from machine import describe
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvframe
@@ -47,14 +46,12 @@ def measure(context: int) -> list[dict[str, object]]:
     for name, pipeline in pipelines.items():
         cache = prefill.fork(pipeline)
         gc.collect()
-        with Peak() as peak:
-            begin = time.perf_counter()
-            cache.compress()
-            spent = time.perf_counter() - begin
-        full = cache.report().full_bytes >> 20
+        begin = time.perf_counter()
+        cache.compress()
+        spent = time.perf_counter() - begin
         row = {"context": context, "spec": name, "prefill_s": round(read, 3), "compress_s": round(spent, 3)}
-        rows.append(row | {"share": round(spent / read, 4), "peak_mb": peak.bytes >> 20, "full_mb": full})
-        print(f"  {name:28}{spent:8.2f} s {100 * spent / read:6.1f} %   peak {peak.bytes >> 20} MiB")
+        rows.append(row | {"share": round(spent / read, 4)})
+        print(f"  {name:28}{spent:8.2f} s {100 * spent / read:6.1f} %")
         del cache
     return rows
 
@@ -78,15 +75,11 @@ def show(args: argparse.Namespace) -> None:
 
     data = json.loads(args.file.read_text())
     print(json.dumps(data["machine"]))
-    print(
-        "| context | spec | prefill, s | compression, s | share | peak, MiB | full cache, MiB |",
-        "|---|---|---|---|---|---|---|",
-        sep="\n",
-    )
+    print("| context | spec | prefill, s | compression, s | share |\n|---|---|---|---|---|")
     for row in data["rows"]:
         print(
             f"| {row['context']} | {row['spec']} | {row['prefill_s']:.2f} | {row['compress_s']:.2f} "
-            f"| {row['share']:.1%} | {row['peak_mb']} | {row['full_mb']} |"
+            f"| {row['share']:.1%} |"
         )
     figure, ax = plt.subplots(figsize=(5.5, 4))
     for name in SPECS:
@@ -97,8 +90,8 @@ def show(args: argparse.Namespace) -> None:
     ax.set_xticks(ticks, [f"{tick // 1024}k" for tick in ticks])
     ax.minorticks_off()
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.legend(loc="lower center", ncols=3, fontsize=8)
     for kind in ("png", "svg"):
         figure.savefig(args.file.with_suffix(f".{kind}"), dpi=110)
 

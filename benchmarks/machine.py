@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -44,26 +42,3 @@ def read_speed(megabytes: int = 512) -> float:
     """Bytes a millisecond at which all threads together read memory once, summing it up."""
     block = torch.ones(megabytes << 18)
     return block.numel() * 4 / milliseconds(block.sum, 7)
-
-
-class Peak:
-    """Most resident bytes above those at the start, sampled every two milliseconds while the block runs (Linux)."""
-
-    bytes = 0
-
-    def __enter__(self) -> Peak:
-        self._start, self._done = self._resident(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _resident(self) -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self.bytes = max(self.bytes, self._resident() - self._start)
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._thread.join()

@@ -203,7 +203,7 @@ def show(args: argparse.Namespace) -> None:
         ax.set_xticks(ticks, [f"{t // 1024}k" for t in ticks])
         ax.minorticks_off()
         ax.yaxis.set_major_formatter("{x:g}")
-        ax.set_yticks([20, 50, 100, 200, 500])
+        ax.set_yticks([20, 50, 100, 200, 500, 1000])
         ax.grid(alpha=0.3)
         lines |= {line.get_label(): line for line in ax.lines}
     figure.tight_layout(rect=(0, 0.2, 1, 1))
