@@ -75,6 +75,7 @@ def kvframe_attention(
                 f"{type(module).__name__} uses '{name}' in its attention, which kvframe does not support yet."
             )
     mask = None if attention_mask is None else attention_mask[..., -key.shape[2] :]
+    layer.cache.reached(module)
     layer.watch_query(query, mask)
     if layer.parts:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

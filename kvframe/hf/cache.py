@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -20,7 +20,7 @@ from kvframe.budget import Lengths, Regions, fitted_recent, row_lengths, split_r
 from kvframe.errors import InputError, ModelError
 from kvframe.hf import rows
 from kvframe.hf.attention import use_kvframe_attention
-from kvframe.hf.info import model_info
+from kvframe.hf.info import attention_modules, model_info
 from kvframe.hf.layer import CompressedLayer, new_validity
 from kvframe.hf.ledger import Ledger
 from kvframe.hf.watch import Watch
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 # After a crop, at most so many tokens at once are drafts that may be taken off again; more are a prompt.
 DRAFTS = 64
+OWN_MODEL = (
+    "use the cache with the model that it was made for, and leave that model's attention implementation as it is."
+)
 
 
 class CompressedCache(Cache):
@@ -60,6 +63,7 @@ class CompressedCache(Cache):
         self.bound = pipeline.bind(self.info)
         self._open = pipeline, self.bound  # with which a reset cache begins again
         use_kvframe_attention(model)
+        self._attention = weakref.WeakSet(attention_modules(model))
         self.prefix_length = prefix_length
         self.suffix_length = pipeline.spec.protect.suffix if suffix_length is None else suffix_length
         self.needs = pipeline.needs if needs is None else needs
@@ -89,10 +93,9 @@ class CompressedCache(Cache):
             self._before_step(key_states, kwargs.get("kwargs") or {})
         if self._awaited is not None:
             self._awaited = None
-            raise ModelError(
-                "The model's attention did not reach the kvframe cache that it was called with; use the cache with the "
-                "model that it was made for, and leave that model's attention implementation as it is."
-            )
+            raise ModelError(f"The model's attention did not reach the kvframe cache it was called with; {OWN_MODEL}")
+        if layer_idx >= len(self.layers):
+            raise ModelError(f"This cache has {len(self.layers)} layers, but the model asks for more; {OWN_MODEL}")
         updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(layer := self.layers[layer_idx], CompressedLayer):
             self._awaited = layer
@@ -103,12 +106,19 @@ class CompressedCache(Cache):
         self.bound = bound
         self._open = self.pipeline, bound
 
-    def reached(self) -> None:
-        """The attention function has come to the layer that was updated last."""
+    def reached(self, module: nn.Module) -> None:
+        """The attention function has come to the layer that was updated last, from a module of a model."""
         self._awaited = None
+        if module not in self._attention:
+            raise ModelError(f"This cache was called with another model than its own; {OWN_MODEL}")
 
     def _before_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
         batch, _, length, _ = key_states.shape
+        if self.valid is not None and len(self.valid) != batch:
+            raise InputError(
+                f"This cache holds {len(self.valid)} rows, but {batch} came; call cache.reset(), pick rows with "
+                "cache.select, or make a new cache."
+            )
         answering = self.get_seq_length() > 0 and (length == 1 or (self.drafting and length <= DRAFTS))
         self.drafting = False
         if answering:
@@ -118,6 +128,11 @@ class CompressedCache(Cache):
                 self.compress_waiting(waiting)
             self.pending = True
         self.watching = not answering or self.pipeline.spec.decode.flush is not None
+        if not self.watching:
+            # What was watched must be what was seen last, without a gap.
+            for layer in self.compressed_layers:
+                layer.queries.keep_last(0)
+                layer.outputs.keep_last(0)
         position_ids = passed_on.get("position_ids")
         if position_ids is None:
             raise ModelError("The model passes no position_ids to its attention, so positions cannot be known.")
@@ -134,10 +149,19 @@ class CompressedCache(Cache):
         flush = self.pipeline.spec.decode.flush
         if self.pending:
             self.compress()
-        elif flush is not None and self.valid is not None:
-            exact = self.pipeline.spec.protect.recent + int(torch.as_tensor(self.suffix_length).max())
-            if self.valid.shape[1] >= exact + flush:
-                self._compress(self.suffix_length, prompt=False)
+        elif flush is not None and self.valid is not None and bool(self._full_rows(flush).any()):
+            self._compress(self.suffix_length, prompt=False)
+
+    def _full_rows(self, flush: int) -> Tensor:
+        """Rows whose exact tokens are a whole block more than is protected at the end, bool `[B]`. Each row counts its
+        own, so that it does not matter what else is in the batch."""
+        if self.valid is None:
+            raise RuntimeError("nothing was seen yet")
+        recent, device = self.pipeline.spec.protect.recent, self.valid.device
+        if self.valid.shape[1] < recent + flush:  # saves a transfer from the device at most steps
+            return torch.zeros(len(self.valid), dtype=torch.bool)
+        suffix = row_lengths(self.suffix_length, len(self.valid), "suffix_length").to(device)
+        return self.valid.sum(1) >= recent + suffix + flush
 
     def watch_mask(self, layer: CompressedLayer, length: int, mask: Tensor | None) -> None:
         """Note, once a step, which of the new columns are tokens."""
@@ -205,12 +229,15 @@ class CompressedCache(Cache):
             bits = self.pipeline.entry_bits(self.info, itemsize)
             short = too_short(spec.budget, regions, self.info, itemsize, bits)
             return regions.postponed(begins & short)
+        if not prompt and spec.decode.flush is not None:
+            return regions.postponed(~self._full_rows(spec.decode.flush))
         recent = fitted_recent(spec.budget, spec.protect, regions, self.info, itemsize) if prompt else None
         if recent is not None and bool(begins.any()):
             recent = torch.where(begins, recent, spec.protect.recent)
             regions = split_regions(self.valid, spec.protect, prefix, suffix, recent, begins)
             self.ledger.note(f"the budget is small: the recent window was shortened to {int(recent.min())} tokens")
-        return regions
+        # A row that is no longer than what is protected stays as it is, as it would alone.
+        return regions.postponed(begins & ~regions.body.any(1))
 
     def _compress(self, suffix_length: Lengths, prompt: bool, reading: bool = False) -> None:
         """Compress a prompt, or (`prompt` False) a block of generated tokens, whose protected tokens are paid for."""
@@ -221,6 +248,11 @@ class CompressedCache(Cache):
         itemsize = self.compressed_layers[0].recent.keys.element_size()
         regions = self._regions(suffix_length, prompt, reading, itemsize)
         if bool(regions.body.any()):
+            if prompt and not self.pending and spec.decode.flush is None and self.pipeline.needs != Needs():
+                raise InputError(
+                    "Nothing waits to be compressed but tokens of an answer, and what the stages need of them was not "
+                    "kept; set decode.flush, which compresses an answer as it is written."
+                )
             if len(self.pipeline.variants) > 1:
                 self._choose_width(regions, itemsize, prompt)
             bits = self.pipeline.entry_bits(self.info, itemsize)
@@ -242,7 +274,7 @@ class CompressedCache(Cache):
                 self.ledger.note(note)
             if self.valid.is_cuda:
                 torch.cuda.synchronize(self.valid.device)
-            self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed, reading)
+            self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed)
         elif first and not reading:
             count = ", ".join(str(int(n)) for n in self.valid.sum(1))
             self.ledger.note(

@@ -34,6 +34,11 @@ def compressible_layers(model: PreTrainedModel) -> tuple[int, ...]:
     return found
 
 
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's attention modules."""
+    return [module for module in model.modules() if _is_attention(module)]
+
+
 def model_info(model: PreTrainedModel) -> ModelInfo:
     """Geometry, RoPE and output weights of the compressible layers.
 
@@ -41,7 +46,7 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
     if not getattr(model, "_supports_attention_backend", False):
         raise _unknown(model, "it does not take its attention function from transformers' AttentionInterface")
     layer_ids = compressible_layers(model)
-    known: list[Any] = [m for m in model.modules() if _is_attention(m)]
+    known: list[Any] = attention_modules(model)
     attention = {module.layer_idx: module for module in known}
     missing = [i for i in layer_ids if i not in attention]
     if missing:

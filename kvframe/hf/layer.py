@@ -71,7 +71,6 @@ class CompressedLayer(CacheLayerMixin):
 
     def watch_query(self, query: Tensor, mask: Tensor | None) -> None:
         """Note the validity of the new tokens, and the queries `[B, Hq, Q, D]` if a stage needs them."""
-        self.cache.reached()
         self.cache.watch_mask(self, query.shape[2], mask)
         if self.queries.limit and self.cache.watching:
             self.queries.append(query, self.cache.trailing_padding)

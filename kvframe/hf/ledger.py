@@ -60,10 +60,12 @@ class Ledger:
         share = block_entries(budget, body, model, itemsize, bits)
         if share is None:
             share = torch.where(self.context > 0, body * self.allowed // self.context.clamp_min(1), body)
+        # What earlier blocks could not spend, such as less than an entry for each head, is not lost.
+        given = torch.minimum(share + (self.allowed - self.kept).clamp_min(0), body)
         if not bool(first.any()):
-            return share, share
+            return given, share
         whole = entry_budget(budget, regions, model, itemsize, bits, first)
-        return torch.where(first, whole[0], share), torch.where(first, whole[1], share)
+        return torch.where(first, whole[0], given), torch.where(first, whole[1], share)
 
     def begins(self, valid: Tensor) -> Tensor:
         """Rows (of `valid [B, …]`) of which nothing was compressed yet, bool `[B]`."""
@@ -87,18 +89,15 @@ class Ledger:
         total: Tensor,
         seconds: float,
         removed: Tensor | None = None,
-        reading: bool = False,
     ) -> None:
-        """Enter one compression; `removed` int64 `[B]` entries went when the body was grouped again. While a prompt is
-        still being read (`reading`), rows without a body are entered another time."""
+        """Enter one compression; `removed` int64 `[B]` entries went when the body was grouped again. Rows that had
+        nothing to compress are not entered."""
         units = model.layers * model.kv_heads
         made = torch.stack([layer.n_entries.sum(1) for layer in plan.layers]).sum(0).to(regions.body.device)
         context, kept = units * regions.body.sum(1), made if removed is None else made - removed
-        has_body = regions.body.any(1)
-        first = self.begins(regions.body) & (has_body | (not reading))
-        charged = torch.where(has_body, regions.charged, regions.context)
+        first = self.begins(regions.body) & regions.body.any(1)
         context = torch.where(first, units * regions.context, context)
-        kept = torch.where(first, made + units * charged, kept)
+        kept = torch.where(first, made + units * regions.charged, kept)
         self.begun = first if self.begun is None else self.begun | first
         total = torch.where(self.begun, total, 0)
         self.context, self.kept, self.allowed = (

@@ -21,7 +21,12 @@ def select(cache: CompressedCache, indices: Tensor) -> None:
     if cache.valid is None or cache.positions is None:
         return
     batch = len(cache.valid)
-    rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices.flatten().long()
+    whole = indices.dtype == torch.bool and indices.numel() == batch
+    if not whole and (indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex()):
+        raise InputError(
+            f"Rows are picked by number, or by a mask of {batch}, but {indices.numel()} values of {indices.dtype} came."
+        )
+    rows = indices.nonzero().flatten() if whole else indices.flatten().long()
     wanted = rows.tolist()
     if not wanted or min(wanted) < 0 or max(wanted) >= batch:
         raise InputError(f"The rows of a cache of {batch} are 0 to {batch - 1}, but {wanted} are asked for.")
@@ -50,6 +55,14 @@ def crop(cache: CompressedCache, columns: int) -> None:
             f"crop can take off the last {exact} tokens, which are held exactly, but {columns} are asked for; what is "
             "compressed stays so. Raise protect.recent, or crop a fork made before the compression."
         )
+    for other in others(cache):
+        # Such a layer lets go of what its window has passed.
+        window = 0 if getattr(other, "record_past", True) else getattr(other, "sliding_window", 0)
+        if columns and window and other.get_seq_length() >= window:
+            raise InputError(
+                "Sliding-window layers cannot take tokens back once their window is full, unless they keep more: call "
+                "cache.activate_past_recording() before the tokens that may be taken off again."
+            )
     for layer in cache.compressed_layers:
         layer.drop_last(columns)
     for other in others(cache):

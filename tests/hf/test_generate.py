@@ -355,6 +355,28 @@ def test_a_cache_used_with_another_model_says_so(llama):
     cache, other = kvframe.load("identity", TOP_K).cache(llama), tiny_model("llama")
     with pytest.raises(ModelError, match="the model that it was made for"):
         other(**batch([9]), cache=cache)
+    kvframe.load("identity", TOP_K).cache(other)  # now its attention is kvframe's, too
+    with pytest.raises(ModelError, match="the model that it was made for"):
+        other(**batch([9]), cache=kvframe.load("identity", TOP_K).cache(llama))
+    deeper = tiny_model("llama", num_hidden_layers=4)
+    kvframe.load("identity", TOP_K).cache(deeper)
+    with pytest.raises(ModelError, match="the model that it was made for"):
+        deeper(**batch([9]), cache=kvframe.load("identity", TOP_K).cache(llama))
+
+
+def test_a_cache_used_for_another_batch_says_so(llama):
+    cache = kvframe.load("identity", TOP_K).cache(llama)
+    llama(**batch([30, 20]), cache=cache)
+    with pytest.raises(InputError, match="holds 2 rows, but 1 came"):
+        llama(torch.tensor([[5]]), cache=cache)
+    assert cache.report().tokens == (30, 20)
+
+
+def test_an_answer_that_was_not_watched_cannot_be_compressed(llama):
+    cache = kvframe.load("identity", TOP_K).cache(llama)
+    greedy(llama, batch([40]), cache, new=12)
+    with pytest.raises(InputError, match=r"set decode\.flush"):
+        cache.compress()
 
 
 def test_gradients_are_refused(llama):
@@ -373,3 +395,30 @@ def test_models_without_a_known_contract():
     dynamic = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ModelError, match="'dynamic'"):
         kvframe.load("identity").cache(dynamic)
+
+
+@pytest.mark.parametrize("scorer", ["baselines.streaming", "baselines.snapkv"])
+def test_short_rows_beside_long_ones_are_as_alone(llama, scorer):
+    """Rows that are at first no longer than what is protected, in a batch with others: while the answer is written, and
+    in a second turn."""
+    overrides = {**TOP_K, "scorer": scorer, "budget.ratio": 2, "protect.sink": 4, "protect.recent": 16}
+    lengths, more = [20, 200, 3], torch.tensor([[5 + n for n in range(60)]]).expand(3, -1)
+    for flush in (None, 16):
+        pipeline = kvframe.load("identity", {**overrides, "decode.flush": flush})
+
+        def said(inputs, rows, pipeline=pipeline, flush=flush):
+            cache, mask, out = pipeline.cache(llama), inputs["attention_mask"], []
+            llama(**inputs, position_ids=(mask.cumsum(1) - 1).clamp_min(0), cache=cache)
+            sizes = [1] * 60 if flush else [1, 45, 1, 1]
+            for begin, size in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), sizes, strict=False):
+                mask = torch.nn.functional.pad(mask, (0, size), value=1)
+                positions = (mask.cumsum(1) - 1)[:, -size:]
+                tokens = more[rows, begin : begin + size]
+                out.append(llama(tokens, attention_mask=mask, position_ids=positions, cache=cache).logits)
+            return torch.cat(out, 1), cache.report()
+
+        inputs = batch(lengths)
+        together, _ = said(inputs, [0, 1, 2])
+        for row in range(3):
+            alone, _ = said(row_of(inputs, row), [row])
+            assert torch.allclose(together[row : row + 1], alone, atol=5e-5), (flush, row)

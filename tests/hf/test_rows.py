@@ -99,8 +99,11 @@ def test_lengths_given_by_row_follow_their_rows(llama):
 def test_rows_that_are_not_there(llama, rows):
     cache = prompted(kvframe.load("identity", TOP_K), llama, batch([20, 20]))
     with pytest.raises(InputError, match="rows of a cache of 2 are 0 to 1"):
-        cache.batch_select_indices(torch.tensor(rows))
+        cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
     assert cache.report().tokens == (20, 20)
+    for wrong in (torch.tensor([0.5]), torch.tensor([True])):
+        with pytest.raises(InputError, match="by number, or by a mask of 2"):
+            cache.select(wrong)
 
 
 @pytest.mark.parametrize("overrides", [TOP_K, {**ADA, "decode.flush": 4}, WATCHED], ids=["top_k", "flush", "watched"])
@@ -158,3 +161,21 @@ def test_drafts_that_are_checked_give_the_stock_tokens(llama):
     llama.generate(**inputs, cache=small, **settings)
     assert small.report().entry_ratio >= 4
     assert small.compressed_layers[0].recent.length <= 5 + 6 + 5
+
+
+def test_sliding_layers_take_back_what_they_kept():
+    model, inputs = tiny_model("gemma3"), batch([40])
+    for kept in (False, True):
+        cache = prompted(kvframe.load("identity", SMALL), model, inputs)
+        if kept:
+            cache.activate_past_recording()
+        expected = steps(model, cache.fork(), inputs, torch.tensor([[5, 6]]))
+        steps(model, cache, inputs, torch.tensor([[5, 6]]))
+        lengths = [layer.get_seq_length() for layer in cache.layers]
+        if not kept:
+            with pytest.raises(InputError, match="activate_past_recording"):
+                cache.crop(-2)
+            assert [layer.get_seq_length() for layer in cache.layers] == lengths
+        else:
+            cache.crop(-2)
+            assert torch.allclose(steps(model, cache, inputs, torch.tensor([[5, 6]])), expected, atol=2e-5)
