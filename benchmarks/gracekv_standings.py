@@ -214,7 +214,8 @@ def overview(cells: Cells) -> None:
     for task in sorted({task for task, _ in cells}):
         ratios = sorted(ratio for name, ratio in cells if name == task)
         means = {r: {s: mean(x["kl"] for x in f.values()) for s, f in cells[task, r].items()} for r in ratios}
-        specs = sorted({s for r in ratios for s in means[r]}, key=lambda s: sum(means[r].get(s, 0.0) for r in ratios))
+        # Those that were not measured everywhere come last.
+        specs = sorted({s for r in ratios for s in means[r]}, key=lambda s: sum(means[r].get(s, 1e3) for r in ratios))
         print(f"\n| {task} | {' | '.join(f'{r}x' for r in ratios)} |\n|---{'|---' * len(ratios)}|")
         for spec in specs:
             row = []
