@@ -76,13 +76,29 @@ class Artefact:
                 raise InputError(f"The calibration {path} does not fit: {reason}; {remedy}")
 
 
+def check_target(path: Path, what: str) -> None:
+    """Raise InputError unless a file can be put there: nothing is, or a file that may be replaced."""
+    reason = ""
+    if not path.name or "\0" in str(path):
+        reason = "it names no file"
+    elif path.exists() and not path.is_file():
+        # Replacing a device or a pipe would destroy it.
+        reason = "there is something that is no file"
+    if reason:
+        raise InputError(f"The {what} cannot be written to '{path}': {reason}; name another file.")
+
+
 def write_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], what: str) -> None:
     """Write a safetensors file, whole or not at all: beside its place first. Raises InputError, naming `what` it is, if
     it cannot be written."""
+    check_target(path, what)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()  # safetensors would make a file for its owner alone; this has the user's own mode
+        mode = partial.stat().st_mode
         save_file(dict(tensors), partial, metadata=dict(metadata))
+        partial.chmod(mode)
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"The {what} could not be written to {path} ({error}); name another file.") from error

@@ -31,11 +31,14 @@ def calibrate(
 ) -> None:
     """Learn what a spec's encoder must know of a model, once, and keep it in a file."""
     with one_sentence(debug):
+        from kvframe.artefact import check_target
         from kvframe.calibration import CalibratedEncoder
         from kvframe.eval.text import embedded_text, read_text
         from kvframe.hf import model_info
         from kvframe.hf.reading import read_text_windows
 
+        if out is not None:
+            check_target(out, "calibration")
         encoder = load_pipeline(spec, override).spec.encoder
         if not isinstance(encoder, CalibratedEncoder):
             raise InputError(f"The encoder '{encoder.name}' of the spec '{spec}' learns nothing from a text.")

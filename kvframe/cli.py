@@ -107,7 +107,12 @@ def compare(
         comparison = _compare(loaded, tokenizer, contenders, settings, words, results)
         print_table(comparison, Console())
         summary = results.path.with_name("summary.md")
-        summary.write_text(markdown(comparison), encoding="utf-8")
+        try:
+            summary.write_text(markdown(comparison), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"{summary} cannot be written ({error.strerror or error}); the measurements are in {results.path}."
+            ) from error
         old = len(comparison.records) - comparison.measured
         reused = f"; {old} of {len(comparison.records)} measurements were there already" if old else ""
         typer.echo(f"\nWritten to {results.path} and {summary}{reused}.", err=True)

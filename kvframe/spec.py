@@ -27,6 +27,11 @@ from kvframe.specfile import read_spec_data
 from kvframe.stages import Allocator, Encoder, Kernel, Scorer, Segmenter, Stage
 
 
+# Beyond any context and any memory, and small enough to be multiplied with layers, heads and bits in 64 bits.
+MOST_TOKENS = 1 << 40
+MOST_BYTES = 1 << 50
+
+
 class Budget(BaseModel):
     """How much may be held of the context; exactly one of ratio, entries and bytes."""
 
@@ -40,8 +45,12 @@ class Budget(BaseModel):
         description="What the ratio is of: entries, or the bytes that the context takes in the model's dtype; the "
         "encoder's declared bits say how many entries that buys.",
     )
-    entries: int | None = Field(None, ge=1, description="Entries per KV head, on average, the protected ones included.")
-    bytes: ByteSize | None = Field(None, ge=1, description='Bytes for one sequence over all layers, e.g. "64MiB".')
+    entries: int | None = Field(
+        None, ge=1, le=MOST_TOKENS, description="Entries per KV head, on average, the protected ones included."
+    )
+    bytes: ByteSize | None = Field(
+        None, ge=1, le=MOST_BYTES, description='Bytes for one sequence over all layers, e.g. "64MiB".'
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Budget:
@@ -63,8 +72,8 @@ class Protect(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sink: int = Field(4, ge=0, description="First tokens of the prompt, charged to the budget.")
-    recent: int = Field(32, ge=0, description="Last tokens of the context, charged to the budget.")
+    sink: int = Field(4, ge=0, le=MOST_TOKENS, description="First tokens of the prompt, charged to the budget.")
+    recent: int = Field(32, ge=0, le=MOST_TOKENS, description="Last tokens of the context, charged to the budget.")
     recent_min: int | None = Field(
         None,
         ge=0,
@@ -78,7 +87,10 @@ class Protect(BaseModel):
         "this is less than 1.",
     )
     suffix: int = Field(
-        0, ge=0, description="Last tokens of the prompt (the question), not charged; `suffix_length` overrides it."
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Last tokens of the prompt (the question), not charged; `suffix_length` overrides it.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,11 +12,26 @@ from string import Template
 from kvframe import __version__
 from kvframe.errors import InputError
 from kvframe.naming import nearest
+from kvframe.registry import registry
 from kvframe.stages import KINDS
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 MAX_NAME = 40
 RESERVED = ("core", "testing")
+# Names that the templates use, beside the stage kinds.
+TAKEN = (
+    "Literal",
+    "Tensor",
+    "Any",
+    "ClassVar",
+    "Field",
+    "Observation",
+    "Segments",
+    "Plan",
+    "LayerPlan",
+    "Encoded",
+    "Entries",
+)
 SUMMARIES = {
     "segmenter": "A segmenter for kvframe.",
     "scorer": "A scorer for kvframe.",
@@ -79,6 +95,16 @@ def check_name(name: str) -> None:
         raise InputError(f"The prefix kvframe- is added by itself; leave it off: '{name.removeprefix('kvframe-')}'.")
     if name in RESERVED:
         raise InputError(f"'{name}' belongs to kvframe itself; choose another name.")
+    class_name = names(name, "scorer")["class_name"]
+    if keyword.iskeyword(class_name) or class_name in TAKEN:
+        raise InputError(
+            f"The stage of '{name}' would be the class {class_name}, which means something else already; try "
+            f"'{name}-method'."
+        )
+    known = registry()
+    owners = {owner.name for owner in known.owners.values()}
+    if name in known.specs or name.replace("-", "_") in owners:
+        raise InputError(f"A spec or plugin '{name}' is installed already; choose another name.")
 
 
 def names(name: str, kind: str) -> dict[str, str]:

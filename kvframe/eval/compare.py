@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from kvframe.eval.contenders import Contender
 from kvframe.eval.measure import Reference, Runner, observe, run_compressed, run_reference
 from kvframe.eval.results import Record, Results
 from kvframe.eval.tasks import Example, Source, Task, check_task_names, make_tasks
+from kvframe.hf.embedded import NAME
+from kvframe.hf.info import model_info
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -105,6 +108,7 @@ class _Run:
         model, settings = self.runner.model, self.settings
         return {
             "model": settings.model,
+            "checkpoint": checkpoint_hash(model, settings.model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": model.device.type,
             "tokens": settings.tokens,
@@ -201,6 +205,18 @@ def compare(
     records = tuple(record for record in found if record is not None)
     measured = len(results) - before
     return Comparison(settings, tuple(contenders), records, run.failures, text_hash(text), measured)
+
+
+def checkpoint_hash(model: PreTrainedModel, name: str) -> str:
+    """12 hexadecimal digits of weights and configuration: a name may come to mean another model. "" for the embedded
+    one, which is always the same."""
+    if name == NAME:
+        return ""
+    config = model.config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "dtype"):
+        config.pop(volatile, None)
+    data = json.dumps(config, sort_keys=True, default=str) + model_info(model).fingerprint
+    return hashlib.sha256(data.encode()).hexdigest()[:12]
 
 
 def check_length(model: PreTrainedModel, tasks: Sequence[Task]) -> None:

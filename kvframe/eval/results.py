@@ -17,6 +17,7 @@ KEY = (
     "example",
     "fingerprint",
     "model",
+    "checkpoint",
     "dtype",
     "device",
     "tokens",
@@ -29,7 +30,7 @@ KEY = (
 
 def record_key(record: Record) -> str:
     """What identifies a measurement, as text."""
-    return json.dumps([record[name] for name in KEY], sort_keys=True)
+    return json.dumps([record.get(name, "") if name == "checkpoint" else record[name] for name in KEY], sort_keys=True)
 
 
 class Results:
@@ -81,10 +82,16 @@ class Results:
 
     def append(self, record: Record) -> None:
         """Write one measurement, at once and whole. Raises InputError if it cannot be written."""
-        line = json.dumps(record, ensure_ascii=False) + "\n"
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
         try:
             with self.path.open("ab", buffering=0) as file:
-                file.write(line.encode())
+                before = file.tell()
+                # A disk that is nearly full takes a part of a line without an error.
+                if file.write(line) != len(line):
+                    file.truncate(before)
+                    raise InputError(
+                        f"{self.path} cannot be written: there is no more room; make some and run it again."
+                    )
         except OSError as error:
             raise InputError(f"{self.path} cannot be written: {error.strerror or error}.") from error
         self._keep(json.loads(line))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +19,9 @@ def read_in_chunks(
     cache: CompressedCache, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, chunk: int
 ) -> Tensor:
     """Logits `[B, V]` of the last column. See CompressedCache.prefill."""
-    if chunk < 1:
-        raise InputError(f"chunk must be at least 1 token, but is {chunk}.")
+    if not isinstance(chunk, int) or chunk < 2:
+        # A single token is the first of an answer.
+        raise InputError(f"chunk must be a whole number of at least 2 tokens, but is {chunk!r}.")
     if input_ids.ndim != 2 or not input_ids.shape[1]:
         raise InputError(f"input_ids must be [B, T] with at least one column, but are {list(input_ids.shape)}.")
     new = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
@@ -33,18 +35,19 @@ def read_in_chunks(
     positions = (seen + new.cumsum(1) - 1).clamp_min(0)
     # Columns of the past that are padding are known to the cache.
     mask = torch.cat([new.new_ones(len(new), past), new], 1)
-    # Equal pieces: a last one of a single token would pass for the first of an answer.
-    pieces = -(-input_ids.shape[1] // chunk)
-    size = -(-input_ids.shape[1] // pieces)
+    # Even pieces, none of a single token, unless there is no more than that.
+    tokens = input_ids.shape[1]
+    pieces = min(-(-tokens // chunk), max(1, tokens // 2))
+    cuts = [tokens * piece // pieces for piece in range(pieces + 1)]
     if pieces > 1:
         cache.check_reading()
-    for begin in range(0, input_ids.shape[1], size):
+    for begin, end in pairwise(cuts):
         if begin:
             cache.compress_waiting()
-        columns = slice(begin, begin + size)
+        columns = slice(begin, end)
         logits: Tensor = model(
             input_ids[:, columns],
-            attention_mask=mask[:, : past + begin + size],
+            attention_mask=mask[:, : past + end],
             position_ids=positions[:, columns],
             cache=cache,
             logits_to_keep=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -242,7 +243,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise InputError(f"The file {path} is no kvframe cache; {remedy}")
     if metadata.get("sha256") != _checksum(text, tensors):
         raise InputError(f"The cache {path} is damaged: its checksum does not fit its contents; {remedy}")
-    header = cast(dict[str, Any], json.loads(text))
+    header: Any = None
+    with contextlib.suppress(ValueError):
+        header = json.loads(text)
+    if not isinstance(header, dict):
+        raise InputError(f"The cache {path} has a header that is none; {remedy}")
     if header.get("format") != FORMAT:
         raise InputError(
             f"The cache {path} has format {header.get('format')}, but this version reads {FORMAT}; {remedy}"

@@ -60,7 +60,7 @@ def test_nothing_is_overwritten(packages):
     assert {file: file.read_text() for file in package.files} == before
 
 
-@pytest.mark.parametrize("name", ["a", "my-method", "h2o", "x1-y2"])
+@pytest.mark.parametrize("name", ["a", "my-method", "h3o", "x1-y2"])
 def test_names_that_can_be_used(name):
     check_name(name)
     assert names(name, "scorer")["package"].isidentifier()
@@ -80,6 +80,10 @@ def test_names_that_can_be_used(name):
         ("x" * 41, f"try '{'x' * 40}'"),
         ("kvframe-mine", "leave it off: 'mine'"),
         ("core", "belongs to kvframe itself"),
+        ("none", "class None, which means something else"),
+        ("literal", "try 'literal-method'"),
+        ("snapkv", "spec or plugin 'snapkv' is installed"),
+        ("baselines", "spec or plugin 'baselines' is installed"),
     ],
 )
 def test_names_that_cannot(name, message, tmp_path):

@@ -11,7 +11,9 @@ from rich.console import Console
 
 from kvframe.errors import InputError
 from kvframe.eval import Settings, compare, make_contenders, markdown, open_results, print_table
+from kvframe.eval.compare import checkpoint_hash
 from kvframe.eval.measure import Runner, observe, run_compressed, run_reference
+from kvframe.eval.results import KEY
 from kvframe.eval.table import rows_of
 from kvframe.eval.tasks import make_tasks
 
@@ -123,6 +125,19 @@ def test_other_settings_are_other_measurements(done, model, tokenizer, prose):
     assert other.measured == 2
     # Nothing is dropped, so it does not matter when the question came.
     assert other.of(contenders[0].fingerprint)[0]["kl"] < 1e-6
+
+
+def test_a_name_that_came_to_mean_another_model_is_measured_again(model):
+    before = checkpoint_hash(model, "mine")
+    assert before == checkpoint_hash(model, "mine") != ""
+    assert checkpoint_hash(model, "smollm2") == ""
+    epsilon = model.config.rms_norm_eps
+    try:
+        model.config.rms_norm_eps = 2 * epsilon
+        assert checkpoint_hash(model, "mine") != before
+    finally:
+        model.config.rms_norm_eps = epsilon
+    assert "checkpoint" in KEY
 
 
 def test_a_spec_that_fails_is_named_and_the_others_go_on(model, tokenizer, prose, tmp_path, top_k_file):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 
 import pytest
 
@@ -58,3 +59,20 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         (tmp_path / "locked").mkdir(mode=0o500)
         with pytest.raises(InputError, match="Permission denied"):
             open_results(tmp_path / "locked")
+
+
+def test_a_disk_without_room_is_said_and_nothing_is_lost(tmp_path):
+    results = open_results(tmp_path)
+    results.append(record(example=1))
+    before = results.path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Room for a part of the next line, which the system writes without an error.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
+    try:
+        with pytest.raises(InputError, match="cannot be written"):
+            results.append(record(example=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert results.path.read_bytes() == before
+    results.append(record(example=2))
+    assert len(open_results(tmp_path)) == 2

@@ -73,15 +73,15 @@ def test_sinks_are_kept_of_rows_that_begin_late(llama):
 
 
 def test_generate_in_chunks_does_the_same(llama):
-    inputs = batch([130, 77])
+    inputs = batch([132, 77])
     pipeline = kvframe.load("identity", {**ADA, "prefill.flush": 20, "decode.flush": 4})
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     cache = pipeline.cache(llama)
-    tokens = llama.generate(**inputs, cache=cache, prefill_chunk_size=33, **settings)[:, 130:]
+    tokens = llama.generate(**inputs, cache=cache, prefill_chunk_size=33, **settings)[:, 132:]
     other = pipeline.cache(llama)
     logits = other.prefill(llama, **inputs, chunk=33)
     assert torch.equal(logits.argmax(-1), tokens[:, 0])
-    assert cache.report().tokens == (135, 82)
+    assert cache.report().tokens == (137, 82)
     assert cache.report().entry_ratio >= 4
     assert cache.compressed_layers[0].recent.length < 33
 
@@ -112,7 +112,7 @@ def test_what_must_be_seen_whole_says_so(llama, monkeypatch):
         kvframe.load("gracekv", {"prefill.flush": 30})
     cache = kvframe.load("identity", TOP_K).cache(llama)
     for change, said in (
-        ({"chunk": 0}, "at least 1 token"),
+        ({"chunk": 1}, "at least 2 tokens"),
         ({"input_ids": inputs["input_ids"][0]}, r"must be \[B, T\]"),
         ({"attention_mask": inputs["attention_mask"][:, 1:]}, "a column for each"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import resource
 import subprocess
@@ -215,3 +216,16 @@ def test_nothing_is_written_by_halves(tmp_path, llama):
     with pytest.raises(InputError, match="could not be written"):
         cache.save(path / "below a file")
     assert torch.equal(answer(llama, cache, inputs), expected)
+
+
+def test_only_files_are_replaced(tmp_path, llama):
+    cache = prompted(llama, TOP_K, batch([30]))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for target in (pipe, tmp_path, ".", "", "a\0b"):
+        with pytest.raises(InputError, match="cannot be written to"):
+            cache.save(target)
+    assert pipe.is_fifo()
+    cache.save(tmp_path / "cache")
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "cache").stat().st_mode == (tmp_path / "plain").stat().st_mode
