@@ -26,7 +26,6 @@ from kvframe.registry import Registry, nearest, registry
 from kvframe.specfile import read_spec_data
 from kvframe.stages import Allocator, Encoder, Kernel, Scorer, Segmenter, Stage
 
-
 # Beyond any context and any memory, and small enough to be multiplied with layers, heads and bits in 64 bits.
 MOST_TOKENS = 1 << 40
 MOST_BYTES = 1 << 50
