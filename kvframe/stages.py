@@ -185,9 +185,14 @@ class Encoder(Stage):
 
 
 class Kernel(Stage):
-    """Attends one part of the cache."""
+    """Attends one part of the cache.
+
+    Class variables:
+        any_format: attends what any encoder holds; else only formats that it has a way for, and refuses others.
+    """
 
     kind: ClassVar[str] = "attention"
+    any_format: ClassVar[bool] = True
 
     @abstractmethod
     def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:

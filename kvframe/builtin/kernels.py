@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class Triton(Kernel):
     """Attends codes where they lie, split over entries, the query heads of a group sharing each load. For CUDA devices
     and encoders that have a way in Triton (dense, int8 and more)."""
 
+    any_format: ClassVar[bool] = False
+
     name: Literal["triton"] = "triton"
 
     def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
@@ -58,6 +60,8 @@ class Triton(Kernel):
 class Cpu(Kernel):
     """Attends codes where they lie in one pass on a CPU, ragged or not, without decoding them. Needs numba, and an
     encoder that has a way of this kind (dense, int8 and more)."""
+
+    any_format: ClassVar[bool] = False
 
     name: Literal["cpu"] = "cpu"
 

@@ -175,7 +175,8 @@ def specs(
     for kind, classes in known.stages.items():
         names = [n for n in classes if plugins is None or known.owners[f"{kind}:{n}"].name in set(plugins)]
         if kind == "attention":
-            names = [n for n in names if home(classes[n]())[0]]  # type: ignore[call-arg]
+            able = [n for n in names if getattr(classes[n], "any_format", True)]
+            names = [n for n in able if home(classes[n]())[0]]  # type: ignore[call-arg]
         data[kind] = draw(st.sampled_from(names))
     keeps_all = getattr(known.stages["allocator"][data["allocator"]], "keeps_all", False)
     data["budget"] = {"ratio": 1 if keeps_all else draw(st.sampled_from(ratios))}

@@ -184,7 +184,7 @@ _ALL_THAT_COMPARE = (
 )
 
 BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
-    (Pipeline(forgetful(), "broken-forgetful"), ("survives_a_file",)),
+    (Pipeline(forgetful(), "broken-forgetful"), ("survives_a_file", "a_saved_cache_goes_on")),
     (_pipeline("drops-one", allocator=DropsOne()), ("full_budget_is_full_attention",)),
     (_pipeline("unlike-the-batch", scorer=UnlikeTheBatch()), ("row_alone_equals_row_in_batch",)),
     (
