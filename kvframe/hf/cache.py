@@ -106,10 +106,11 @@ class CompressedCache(Cache):
         self.bound = bound
         self._open = self.pipeline, bound
 
-    def reached(self, module: nn.Module) -> None:
-        """The attention function has come to the layer that was updated last, from a module of a model."""
+    def reached(self, module: nn.Module | None = None) -> None:
+        """The attention function has come to the layer that was updated last, from a module of a model; None = what was
+        put in is not to be attended now."""
         self._awaited = None
-        if module not in self._attention:
+        if module is not None and module not in self._attention:
             raise ModelError(f"This cache was called with another model than its own; {OWN_MODEL}")
 
     def _before_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
