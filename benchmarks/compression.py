@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from decode import SMOLLM2
-from machine import describe
+from machine import save_figure, write_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvframe
@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> None:
     for context in args.contexts:
         known = [row for row in known if row["context"] != context] + measure(context)
         known.sort(key=lambda row: row["context"])
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"machine": describe(), "rows": known}, indent=1) + "\n")
+        write_rows(args.out, known)
 
 
 def show(args: argparse.Namespace) -> None:
@@ -92,8 +91,7 @@ def show(args: argparse.Namespace) -> None:
     ax.grid(alpha=0.3)
     figure.tight_layout(rect=(0, 0.14, 1, 1))
     figure.legend(loc="lower center", ncols=3, fontsize=8)
-    for kind in ("png", "svg"):
-        figure.savefig(args.file.with_suffix(f".{kind}"), dpi=110)
+    save_figure(figure, args.file)
 
 
 def main() -> None:

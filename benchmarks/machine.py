@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def describe() -> dict[str, object]:
@@ -42,3 +47,17 @@ def read_speed(megabytes: int = 512) -> float:
     """Bytes a millisecond at which all threads together read memory once, summing it up."""
     block = torch.ones(megabytes << 18)
     return block.numel() * 4 / milliseconds(block.sum, 7)
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    """Write measurements with the machine's description, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
+    partial.replace(path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure beside the file of its figures, as PNG and SVG."""
+    for kind in ("png", "svg"):
+        figure.savefig(path.with_suffix(f".{kind}"), dpi=110)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from decode import SMOLLM2, fill, step
-from machine import describe, read_speed
+from machine import read_speed, save_figure, write_rows
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer, QuantizedCache
@@ -148,8 +148,7 @@ def run(args: argparse.Namespace) -> None:
         new = {(r["context"], r["batch"], r["contender"]) for r in rows}
         known = [r for r in known if (r["context"], r["batch"], r["contender"]) not in new] + rows
         known.sort(key=lambda r: (r["batch"], r["context"]))
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"machine": describe(), "rows": known}, indent=1) + "\n")
+        write_rows(args.out, known)
 
 
 def show(args: argparse.Namespace) -> None:
@@ -208,8 +207,7 @@ def show(args: argparse.Namespace) -> None:
         lines |= {line.get_label(): line for line in ax.lines}
     figure.tight_layout(rect=(0, 0.2, 1, 1))
     figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=2 + (len(batches) > 1), fontsize=8)
-    for kind in ("png", "svg"):
-        figure.savefig(args.file.with_suffix(f".{kind}"), dpi=110)
+    save_figure(figure, args.file)
 
 
 def main() -> None:

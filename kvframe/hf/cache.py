@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvframe.budget import Lengths, Regions, fitted_recent, row_lengths, split_regions, too_short
+from kvframe.budget import Lengths, Regions
 from kvframe.errors import InputError, ModelError
 from kvframe.hf import rows
 from kvframe.hf.attention import use_kvframe_attention
 from kvframe.hf.info import attention_modules, model_info
 from kvframe.hf.layer import CompressedLayer, new_validity
 from kvframe.hf.ledger import Ledger
+from kvframe.hf.protected import full_rows, regions_now
 from kvframe.hf.watch import Watch
 from kvframe.ragged import append_part
 from kvframe.regroup import regroup_parts
@@ -150,19 +151,8 @@ class CompressedCache(Cache):
         flush = self.pipeline.spec.decode.flush
         if self.pending:
             self.compress()
-        elif flush is not None and self.valid is not None and bool(self._full_rows(flush).any()):
+        elif flush is not None and self.valid is not None and bool(full_rows(self, self.valid, flush).any()):
             self._compress(self.suffix_length, prompt=False)
-
-    def _full_rows(self, flush: int) -> Tensor:
-        """Rows whose exact tokens are a whole block more than is protected at the end, bool `[B]`. Each row counts its
-        own, so that it does not matter what else is in the batch."""
-        if self.valid is None:
-            raise RuntimeError("nothing was seen yet")
-        recent, device = self.pipeline.spec.protect.recent, self.valid.device
-        if self.valid.shape[1] < recent + flush:  # saves a transfer from the device at most steps
-            return torch.zeros(len(self.valid), dtype=torch.bool)
-        suffix = row_lengths(self.suffix_length, len(self.valid), "suffix_length").to(device)
-        return self.valid.sum(1) >= recent + suffix + flush
 
     def watch_mask(self, layer: CompressedLayer, length: int, mask: Tensor | None) -> None:
         """Note, once a step, which of the new columns are tokens."""
@@ -217,29 +207,6 @@ class CompressedCache(Cache):
         if clash := self.pipeline.spec.whole_prompt_only():
             raise InputError(f"{clash[0].upper()}{clash[1:]}.")
 
-    def _regions(self, suffix_length: Lengths, prompt: bool, reading: bool, itemsize: int) -> Regions:
-        """Which tokens are protected now."""
-        if self.valid is None:
-            raise RuntimeError("nothing was seen yet")
-        spec, begins = self.pipeline.spec, self.ledger.begins(self.valid)
-        first = bool(begins.all())
-        suffix = suffix_length if first and prompt else self._clamped(suffix_length)
-        prefix = self._clamped(self.prefix_length) if reading else self.prefix_length
-        regions = split_regions(self.valid, spec.protect, prefix, suffix, None, begins)
-        if reading:
-            bits = self.pipeline.entry_bits(self.info, itemsize)
-            short = too_short(spec.budget, regions, self.info, itemsize, bits)
-            return regions.postponed(begins & short)
-        if not prompt and spec.decode.flush is not None:
-            return regions.postponed(~self._full_rows(spec.decode.flush))
-        recent = fitted_recent(spec.budget, spec.protect, regions, self.info, itemsize) if prompt else None
-        if recent is not None and bool(begins.any()):
-            recent = torch.where(begins, recent, spec.protect.recent)
-            regions = split_regions(self.valid, spec.protect, prefix, suffix, recent, begins)
-            self.ledger.note(f"the budget is small: the recent window was shortened to {int(recent.min())} tokens")
-        # A row that is no longer than what is protected stays as it is, as it would alone.
-        return regions.postponed(begins & ~regions.body.any(1))
-
     def _compress(self, suffix_length: Lengths, prompt: bool, reading: bool = False) -> None:
         """Compress a prompt, or (`prompt` False) a block of generated tokens, whose protected tokens are paid for."""
         if self.valid is None or self.positions is None:
@@ -247,7 +214,7 @@ class CompressedCache(Cache):
         begin = time.perf_counter()
         spec, first = self.pipeline.spec, not self.ledger.compressions
         itemsize = self.compressed_layers[0].recent.keys.element_size()
-        regions = self._regions(suffix_length, prompt, reading, itemsize)
+        regions = regions_now(self, self.valid, suffix_length, prompt, reading, itemsize)
         if bool(regions.body.any()):
             if prompt and not self.pending and spec.decode.flush is None and self.pipeline.needs != Needs():
                 raise InputError(
@@ -296,13 +263,6 @@ class CompressedCache(Cache):
         said = differences([variant.spec.encoder for variant in variants])
         self.ledger.note(f"of {len(variants)} widths of the encoder attention errs least with {said[best]}")
         self.pipeline, self.bound = variants[best], self.bound[best]
-
-    def _clamped(self, suffix: Lengths) -> Lengths:
-        """At most what is there: later blocks may be shorter than the suffix of a prompt."""
-        if self.valid is None:
-            return suffix
-        count = self.valid.sum(1).cpu()
-        return torch.minimum(row_lengths(suffix, len(count), "suffix_length"), count)
 
     def observe(self, regions: Regions, needs: Needs) -> Observation:
         """What was seen of the exact tokens, cut down to what is needed."""
