@@ -1,19 +1,54 @@
-"""What a stage must hand back, and must leave alone, checked where its result enters the pipeline. The checks cost far
-less than the stages: they look at shapes and types, and at values only where a wrong one would go unseen."""
+"""What a stage must hand back, and must leave alone, checked where its result enters the pipeline, and who is named
+when a stage fails. The checks cost far less than the stages: they look at shapes and types, and at values only where a
+wrong one would go unseen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvframe.errors import StageError
+from kvframe.errors import KvframeError, StageError
 from kvframe.stages import Encoder, Stage
 from kvframe.types import Encoded, Entries, LayerPlan, Observation, Plan, check_shape
 
 WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+# What says already what is wrong, or is no fault of the stage that it comes up in.
+PASSED_ON = (KvframeError, MemoryError, torch.OutOfMemoryError)
+MAX_REASON = 240
+
+
+@contextmanager
+def blaming(*stages: Stage) -> Iterator[None]:
+    """Turn what a stage raises into a StageError that names it, with the original as its cause. The errors of kvframe
+    and want of memory pass as they are. Of several stages, which may call each other, the innermost is named that was
+    at work; without one, the first."""
+    try:
+        yield
+    except PASSED_ON:
+        raise
+    except Exception as error:
+        raise failure(error, *stages) from error
+
+
+def failure(error: Exception, *stages: Stage) -> StageError:
+    """The error that `blaming` raises."""
+    culprit, trace = stages[0], error.__traceback__
+    while trace is not None:
+        first = trace.tb_frame.f_code.co_varnames[:1]
+        owner = trace.tb_frame.f_locals.get(*first) if first else None
+        # Stages that a stage makes itself are its own affair.
+        culprit = owner if isinstance(owner, Stage) and owner in stages else culprit
+        trace = trace.tb_next
+    text = textwrap.shorten(str(error), MAX_REASON, placeholder=" ...").rstrip(".")
+    return StageError(
+        f"{culprit.kind} '{culprit.name}' fails with {type(error).__name__}{': ' if text else ''}{text}; mend it, or "
+        f"choose another {culprit.kind}."
+    )
 
 
 class Untouched:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvframe.budget import Lengths
-from kvframe.contracts import Untouched, check_encoded, check_plan_fields, check_states
+from kvframe.contracts import Untouched, blaming, check_encoded, check_plan_fields, check_states
 from kvframe.errors import StageError
 from kvframe.execute import check_plan, execute
 from kvframe.ragged import append_part
@@ -71,11 +71,16 @@ class Pipeline:
         itself. Raises what the stages raise."""
         if len(self.variants) > 1:
             return [variant.bind(model) for variant in self.variants]
-        return {stage.kind: stage.bind(model) for stage in self.stages}["encoder"]
+        bound = {}
+        for stage in self.stages:
+            with blaming(stage):
+                bound[stage.kind] = stage.bind(model)
+        return bound["encoder"]
 
     def entry_bits(self, model: ModelInfo, itemsize: int) -> float:
         """Bits that one entry of the body costs: the encoder's, and the metadata that must be held with it."""
-        bits = self.spec.encoder.bits_per_entry(model, itemsize)
+        with blaming(self.spec.encoder):
+            bits = self.spec.encoder.bits_per_entry(model, itemsize)
         return bits + 32 * self.spec.allocator.merges + 32 * self.holds_positions
 
     @property
@@ -85,12 +90,14 @@ class Pipeline:
 
     def plan(self, observation: Observation, budget: Tensor) -> Plan:
         """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate. Raises StageError, naming
-        the stage, if one returns what its contract forbids."""
+        the stage, if one fails or returns what its contract forbids."""
         spec, untouched = self.spec, Untouched(observation, budget=budget)
-        segments = returned(spec.segmenter, spec.segmenter.segment(observation), Segments)
+        with blaming(spec.segmenter):
+            segments = returned(spec.segmenter, spec.segmenter.segment(observation), Segments)
         check_shape(f"segmenter '{spec.segmenter.name}': Segments", "ids", segments.ids, tuple(observation.valid.shape))
         untouched.check(spec.segmenter)
-        scores = returned(spec.scorer, spec.scorer.score(observation, segments), Tensor)
+        with blaming(spec.scorer):
+            scores = returned(spec.scorer, spec.scorer.score(observation, segments), Tensor)
         untouched.check(spec.scorer)
         check_shape(f"scorer '{spec.scorer.name}'", "scores", scores, observation.shape)
         if scores.device != observation.valid.device:
@@ -105,12 +112,13 @@ class Pipeline:
                 f"{scores.min():.4g} and {scores.max():.4g}."
             )
         untouched = Untouched(observation, budget=budget, scores=scores, segments=segments.ids)
-        plan = returned(spec.allocator, spec.allocator.allocate(observation, segments, scores, budget), Plan)
-        untouched.check(spec.allocator)
-        check_plan_fields(plan, observation, f"allocator '{spec.allocator.name}'")
-        body = observation.model.layers * observation.model.kv_heads * observation.body.sum(1)
-        limit = body if spec.allocator.keeps_all else budget
-        check_plan(plan, observation, limit, f"allocator '{spec.allocator.name}'")
+        with blaming(spec.allocator):
+            plan = returned(spec.allocator, spec.allocator.allocate(observation, segments, scores, budget), Plan)
+            untouched.check(spec.allocator)
+            check_plan_fields(plan, observation, f"allocator '{spec.allocator.name}'")
+            body = observation.model.layers * observation.model.kv_heads * observation.body.sum(1)
+            limit = body if spec.allocator.keeps_all else budget
+            check_plan(plan, observation, limit, f"allocator '{spec.allocator.name}'")
         return plan
 
     def run(
@@ -124,14 +132,15 @@ class Pipeline:
         """Compress the observation's body; keep the tokens where `sinks` (bool `[B, T]`) is True exactly.
 
         `states` are the encoder's from an earlier run; None = fit on this observation and on `bound`, which `bind`
-        returned. Raises StageError, naming the stage, if one returns what its contract forbids or writes into what it
-        was given."""
+        returned. Raises StageError, naming the stage, if one fails, returns what its contract forbids or writes into
+        what it was given."""
         plan = self.plan(observation, budget)
         encoder = self.spec.encoder
         untouched = Untouched(observation)
-        states = encoder.fit(observation, bound) if states is None else states
-        untouched.check(encoder)
-        check_states(states, observation, encoder)
+        with blaming(encoder):
+            states = encoder.fit(observation, bound) if states is None else states
+            untouched.check(encoder)
+            check_states(states, observation, encoder)
         layers = []
         for index, layer in enumerate(observation.layers):
             parts: tuple[Part, ...] = ()
@@ -142,9 +151,10 @@ class Pipeline:
             if len(entries.keys):
                 if not self.holds_positions:
                     entries = replace(entries, positions=None)
-                encoded = returned(encoder, encoder.encode(entries, states[index]), Encoded)
-                check_encoded(encoded, entries, encoder)
-                parts = append_part(parts, Part(encoded, encoder, states[index]))
+                with blaming(encoder):
+                    encoded = returned(encoder, encoder.encode(entries, states[index]), Encoded)
+                    check_encoded(encoded, entries, encoder)
+                    parts = append_part(parts, Part(encoded, encoder, states[index]))
             layers.append(parts)
         return Compressed(tuple(layers), plan, states)
 

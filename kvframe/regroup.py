@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvframe.contracts import blaming
 from kvframe.errors import StageError
 from kvframe.ragged import append_part, join_rows
 from kvframe.rope import Rope
@@ -48,9 +49,11 @@ def regroup_parts(
     some = next(part for body in bodies for part in body)
     # A layer may hold nothing: its budget went to others.
     nothing = no_rows(some.decode())
-    layers = [join([nothing, *(part.decode() for part in body)]) for body in bodies]
+    with blaming(some.encoder):
+        layers = [join([nothing, *(part.decode() for part in body)]) for body in bodies]
     owner = f"allocator '{allocator.name}'"
-    answers = allocator.regroup(layers, model, budget)
+    with blaming(allocator):
+        answers = allocator.regroup(layers, model, budget)
     if len(answers) != len(layers):
         raise StageError(f"{owner} must regroup {len(layers)} layers, but returned {len(answers)}.")
     left = torch.stack([answer.n_entries.sum(1) for answer in answers]).sum(0)
@@ -64,7 +67,8 @@ def regroup_parts(
         kept: Parts = tuple(part for part in layer if not is_body(part))
         if body:
             encoder, state = body[0].encoder, body[0].state
-            kept = append_part(kept, Part(encoder.encode(joined, state), encoder, state))
+            with blaming(encoder):
+                kept = append_part(kept, Part(encoder.encode(joined, state), encoder, state))
         out.append(kept)
     return out, held - left
 

@@ -13,7 +13,7 @@ from kvframe.builtin.encoders import Dense, Int8
 from kvframe.builtin.kernels import Auto
 from kvframe.builtin.scorers import Uniform
 from kvframe.builtin.segmenters import Whole
-from kvframe.errors import StageError
+from kvframe.errors import InputError, StageError
 from kvframe.pipeline import Pipeline
 from kvframe.spec import Budget, PipelineSpec
 from kvframe.types import LayerPlan, Plan, Segments
@@ -148,6 +148,39 @@ def test_encoders_that_learn():
         run(encoder=stage(Int8, "fit", lambda go, *_: [()]))
     with pytest.raises(StageError, match=r"encoder 'int8' changes layers\[0\].values in place"):
         run(encoder=stage(Int8, "fit", lambda go, seen, _: (seen.layers[0].values.zero_(), go())[1]))
+
+
+FAILING = {
+    "segmenter": (Whole, "segment"),
+    "scorer": (Uniform, "score"),
+    "allocator": (TopK, "allocate"),
+    "encoder": (Dense, "encode"),
+}
+
+
+@pytest.mark.parametrize(("kind", "base", "method"), [(kind, *FAILING[kind]) for kind in FAILING])
+def test_what_a_stage_raises_names_it(kind, base, method):
+    with pytest.raises(
+        StageError, match=rf"^{kind} '\w+' fails with ZeroDivisionError: division by zero; mend it,"
+    ) as error:
+        run(**{kind: stage(base, method, lambda *_: 1 / 0)})
+    assert isinstance(error.value.__cause__, ZeroDivisionError), "the traceback is still there"
+    assert error.value.__cause__.__traceback__.tb_next is not None
+
+
+def test_a_method_with_other_arguments_names_its_stage():
+    odd = type("Odd", (Dense,), {"__annotations__": {}, "fit": lambda self, observation: [(), ()]})()
+    with pytest.raises(StageError, match=r"encoder 'dense' fails with TypeError: .*argument"):
+        run(encoder=odd)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, InputError])
+def test_what_is_no_fault_of_a_stage_passes(error):
+    def behaviour(*_):
+        raise error("of its own")
+
+    with pytest.raises(error, match=r"^of its own$"):
+        run(scorer=stage(Uniform, "score", behaviour))
 
 
 def test_inference_mode_is_served():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvframe.contracts import blaming
 from kvframe.errors import KvframeError, StageError
 from kvframe.pipeline import Compressed, Pipeline
-from kvframe.stages import Stage
 from kvframe.types import Observation, check_shape
 
 # A left-padded batch: the second row is shorter. Body tokens of the rows, protected ones on top.
@@ -29,23 +28,18 @@ class DryRun:
 def dry_run(pipeline: Pipeline, seed: int = 0) -> DryRun:
     """Compress two random prompts, a further block if the spec asks for it, and attend what is kept.
 
-    Raises StageError, naming the stage, for a stage that breaks its contract or raises anything that is no
-    KvframeError. A stage that refuses the random model (2 layers, 2 KV heads, dimension 64, on the CPU) with a
-    KvframeError of another kind, because it serves one model or one device only, ends the run without an error."""
+    Raises StageError, naming the stage, for a stage that fails or breaks its contract. A stage that refuses the random
+    model (2 layers, 2 KV heads, dimension 64, on the CPU) with a KvframeError of another kind, because it serves one
+    model or one device only, ends the run without an error."""
     from kvframe.testing import Geometry, Prompts
 
     geometry = Geometry(layers=2, kv_heads=2, group=2, head_dim=64)
     lengths = tuple(body + 2 * PROTECTED for body in BODY)
     case = Prompts(lengths=lengths, seed=seed, geometry=geometry, sink=PROTECTED, recent=PROTECTED)
-    try:
-        bound = pipeline.bind(case.model)
-    except KvframeError as error:
-        return DryRun(False, str(error))
-    except Exception as error:
-        raise _blamed(error, pipeline) from error
     observation = case.observation(pipeline.needs)
     budget = body_budget(pipeline, observation)
     try:
+        bound = pipeline.bind(case.model)
         compressed = pipeline.run(observation, budget, bound=bound)
         attend(pipeline, compressed, observation)
         if pipeline.spec.decode.flush is not None:
@@ -57,8 +51,6 @@ def dry_run(pipeline: Pipeline, seed: int = 0) -> DryRun:
         raise
     except KvframeError as error:
         return DryRun(False, str(error))
-    except Exception as error:
-        raise _blamed(error, pipeline) from error
     units = geometry.layers * geometry.kv_heads
     kept = sum(int(layer.n_entries.sum()) for layer in compressed.plan.layers)
     return DryRun(True, f"{kept / units:.0f} entries a head made of the {sum(BODY)} tokens of two random prompts")
@@ -80,10 +72,12 @@ def attend(pipeline: Pipeline, compressed: Compressed, observation: Observation)
     for layer, parts in zip(compressed.plan.layers, compressed.parts, strict=True):
         rows = 0
         for part in parts:
-            decoded = part.decode()
+            with blaming(part.encoder):
+                decoded = part.decode()
             rows += len(decoded.keys)
             check_shape(f"encoder '{part.encoder.name}': decoded", "keys", decoded.keys, (None, model.head_dim))
-            out, lse = kernel.attend(query, part, model.scale)
+            with blaming(kernel, part.encoder):
+                out, lse = kernel.attend(query, part, model.scale)
             check_shape(f"attention '{kernel.name}'", "out", out, shape)
             check_shape(f"attention '{kernel.name}'", "lse", lse, shape[:3])
             finite = bool((out.isfinite().all(-1) & (lse.isfinite() | torch.isneginf(lse))).all())
@@ -95,18 +89,3 @@ def attend(pipeline: Pipeline, compressed: Compressed, observation: Observation)
                 f"encoder '{pipeline.spec.encoder.name}' was given {int(layer.n_entries.sum())} entries, but decodes "
                 f"{rows}; it must give back as many."
             )
-
-
-def _blamed(error: Exception, pipeline: Pipeline) -> StageError:
-    """An error that names the stage in whose method it was raised."""
-    culprit: Any = None
-    trace = error.__traceback__
-    while trace is not None:
-        first = trace.tb_frame.f_code.co_varnames[:1]
-        owner = trace.tb_frame.f_locals.get(*first) if first else None
-        # The innermost one: a kernel calls its encoder. Stages that a stage makes itself are its own affair.
-        culprit = owner if isinstance(owner, Stage) and owner in pipeline.stages else culprit
-        trace = trace.tb_next
-    who = f"{culprit.kind} '{culprit.name}'" if culprit is not None else "The pipeline"
-    text = " ".join(str(error).split()).rstrip(".")
-    return StageError(f"{who} fails on a small random prompt: {type(error).__name__}: {text}.")

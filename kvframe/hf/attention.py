@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from kvframe.contracts import PASSED_ON, failure
 from kvframe.errors import ModelError
 from kvframe.ops import dense_attention, merge_attention
 
@@ -81,7 +82,13 @@ def kvframe_attention(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         bias = layer.recent_bias(query.shape[2], mask)
         exact = dense_attention(query, key, value, scale, bias)
-        compressed = [part_kernel.attend(query, part, scale) for part_kernel, part in layer.kernels()]
+        # A `try` costs a step nothing, where a context manager would.
+        try:
+            compressed = [part_kernel.attend(query, part, scale) for part_kernel, part in layer.kernels()]
+        except PASSED_ON:
+            raise
+        except Exception as error:
+            raise failure(error, layer.cache.kernel, *(part.encoder for part in layer.parts)) from error
         out = merge_attention([*compressed, exact])[0].to(query.dtype).transpose(1, 2).contiguous()
     else:
         out, _ = _base(module, base)(module, query, key, value, mask, scaling=scaling, **kwargs)

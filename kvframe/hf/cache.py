@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvframe.budget import Lengths, Regions
+from kvframe.contracts import blaming
 from kvframe.errors import InputError, ModelError
 from kvframe.hf import rows
 from kvframe.hf.attention import use_kvframe_attention
@@ -116,11 +117,7 @@ class CompressedCache(Cache):
 
     def _before_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
         batch, _, length, _ = key_states.shape
-        if self.valid is not None and len(self.valid) != batch:
-            raise InputError(
-                f"This cache holds {len(self.valid)} rows, but {batch} came; call cache.reset(), pick rows with "
-                "cache.select, or make a new cache."
-            )
+        rows.check_step(self, batch)
         answering = self.get_seq_length() > 0 and (length == 1 or (self.drafting and length <= DRAFTS))
         self.drafting = False
         if answering:
@@ -233,7 +230,8 @@ class CompressedCache(Cache):
                 budget = torch.minimum(limit, regions.body.sum(1) * self.info.layers * self.info.kv_heads)
             observation = self.observe(regions, self.pipeline.needs)
             result = self.pipeline.run(observation, budget, regions.sinks, self.states, self.bound)
-            parts = [reduce(append_part, new, old) for old, new in zip(held, result.parts, strict=True)]
+            with blaming(spec.encoder):
+                parts = [reduce(append_part, new, old) for old, new in zip(held, result.parts, strict=True)]
             removed = None
             if limit is not None:
                 parts, removed = regroup_parts(parts, spec.allocator, self.info, limit)
@@ -258,7 +256,8 @@ class CompressedCache(Cache):
             bits = variant.entry_bits(self.info, itemsize)
             budget, _ = self.ledger.budget(variant.spec.budget, regions, self.info, itemsize, bits, prompt)
             made = variant.run(observation, budget, regions.sinks, None, bound)
-            errors.append(attention_error(observation, regions, made.parts, self.kernel))
+            with blaming(self.kernel, variant.spec.encoder):
+                errors.append(attention_error(observation, regions, made.parts, self.kernel))
         best = min(range(len(errors)), key=errors.__getitem__)
         said = differences([variant.spec.encoder for variant in variants])
         self.ledger.note(f"of {len(variants)} widths of the encoder attention errs least with {said[best]}")

@@ -1,4 +1,4 @@
-"""Picking batch rows of a cache, and taking its last columns off again."""
+"""The batch rows of a cache: how many it can take, picking some of them, and taking its last columns off again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,27 @@ import torch
 from torch import Tensor
 
 from kvframe.budget import row_lengths
+from kvframe.contracts import blaming
 from kvframe.errors import InputError
 from kvframe.hf.layer import CompressedLayer
 
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
+
+
+def check_step(cache: CompressedCache, batch: int) -> None:
+    """Raise InputError if another number of rows comes than is held, or if the step before was never finished."""
+    if cache.valid is not None and len(cache.valid) != batch:
+        raise InputError(
+            f"This cache holds {len(cache.valid)} rows, but {batch} came; call cache.reset(), pick rows with "
+            "cache.select, or make a new cache."
+        )
+    first, last = cache.compressed_layers[0].seen, cache.compressed_layers[-1].seen
+    if first != last:
+        raise InputError(
+            f"The last step with this cache broke off half-way, so its first layer has seen {first} tokens, but its "
+            f"last {last}; call cache.reset(), or go on with a fork made before."
+        )
 
 
 def select(cache: CompressedCache, indices: Tensor) -> None:
@@ -32,7 +48,8 @@ def select(cache: CompressedCache, indices: Tensor) -> None:
         raise InputError(f"The rows of a cache of {batch} are 0 to {batch - 1}, but {wanted} are asked for.")
     if wanted == list(range(batch)):
         return
-    parts = [layer.picked(wanted) for layer in cache.compressed_layers]
+    with blaming(cache.pipeline.spec.encoder):
+        parts = [layer.picked(wanted) for layer in cache.compressed_layers]
     for layer, picked in zip(cache.compressed_layers, parts, strict=True):
         layer.select(rows, picked)
     for other in others(cache):

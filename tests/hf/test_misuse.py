@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from tiny import batch, greedy, tiny_model
+from torch import Tensor
 
 import kvframe
-from kvframe.errors import BudgetError, InputError, ModelError
+from kvframe.builtin.kernels import Reference
+from kvframe.errors import BudgetError, InputError, ModelError, StageError
+from kvframe.pipeline import Pipeline
+from kvframe.registry import registry
+from kvframe.types import Observation, Segments
 
 SMALL = {"protect.recent": 5, "protect.sink": 2}
 TOP_K = {"allocator": "top_k", "budget.ratio": 2, "scorer": {"name": "baselines.snapkv", "window": 7}, **SMALL}
@@ -62,6 +69,49 @@ def test_an_answer_that_was_not_watched_cannot_be_compressed(llama):
     greedy(llama, batch([40]), cache, new=12)
     with pytest.raises(InputError, match=r"set decode\.flush"):
         cache.compress()
+
+
+SnapKV = registry().stages["scorer"]["baselines.snapkv"]
+
+
+class Moody(SnapKV):
+    """A scorer that fails until it is mended."""
+
+    broken: ClassVar[bool] = True
+
+    def score(self, observation: Observation, segments: Segments) -> Tensor:
+        return torch.ones(2) + torch.ones(3) if self.broken else super().score(observation, segments)
+
+
+def test_a_stage_that_fails_leaves_the_cache_as_it_was(llama, monkeypatch):
+    sound = kvframe.load("identity", TOP_K)
+    failing = Pipeline(sound.spec.model_copy(update={"scorer": Moody(window=7)}))
+    cache, other = failing.cache(llama), sound.cache(llama)
+    prompt = batch([40, 31])
+    for each in (cache, other):
+        llama(**prompt, cache=each)
+    before = str(cache.report())
+    for act in (cache.compress, lambda: llama(torch.tensor([[5], [6]]), cache=cache)):
+        with pytest.raises(StageError, match=r"scorer 'baselines.snapkv' fails with RuntimeError: The size of tensor"):
+            act()
+    assert str(cache.report()) == before
+    monkeypatch.setattr(Moody, "broken", False)
+    answers = [llama(torch.tensor([[5], [6]]), cache=each).logits for each in (cache, other)]
+    assert torch.equal(*answers)
+    assert cache.report().entries == other.report().entries < 3 * 2 * 71
+
+
+def test_a_kernel_that_fails_is_named(llama):
+    sound = kvframe.load("identity", TOP_K)
+    odd = type("Odd", (Reference,), {"__annotations__": {}, "attend": lambda self, *_: 1 / 0})()
+    cache = Pipeline(sound.spec.model_copy(update={"attention": odd})).cache(llama)
+    with pytest.raises(StageError, match="attention 'reference' fails with ZeroDivisionError"):
+        greedy(llama, batch([40]), cache)
+    with pytest.raises(InputError, match=r"broke off half-way, .*; call cache.reset\(\)"):
+        llama(torch.tensor([[5]]), cache=cache)
+    cache.reset()
+    llama(**batch([40]), cache=cache)
+    assert cache.report().tokens == (40,)
 
 
 def test_gradients_are_refused(llama):
