@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvframe.errors import InputError, KvframeError
+from kvframe.errors import InputError, KvframeError, SpecError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvframe.pipeline import Pipeline
+
+MOST_SAID = 80
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Model = Annotated[str, typer.Option(help="'smollm2' (embedded), a folder, a .gguf file or a hub id.")]
@@ -60,17 +62,18 @@ def _fail(message: str, status: int, debug: bool) -> None:
 
 def read_overrides(items: list[str] | None) -> dict[str, Any]:
     """Values from texts such as "budget.ratio=8"; a value is read as YAML. Raises InputError for what is not so."""
-    import yaml
+    from kvframe.yamlfile import read_yaml
 
     values: dict[str, Any] = {}
     for item in items or []:
         key, sign, value = item.partition("=")
+        said = item if len(item) <= MOST_SAID else f"{item[:MOST_SAID]} ..."
         if not sign or not key.strip():
-            raise InputError(f"--set takes KEY=VALUE, such as budget.ratio=8, but got '{item}'.")
+            raise InputError(f"--set takes KEY=VALUE, such as budget.ratio=8, but got '{said}'.")
         try:
-            values[key.strip()] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError) as error:
-            raise InputError(f"--set {item}: the value is not valid YAML.") from error
+            values[key.strip()] = read_yaml(value, "value")[0]
+        except SpecError as error:
+            raise InputError(f"--set {said}: {str(error).partition(': ')[2]}") from error
     return values
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache, reduce
 from operator import or_
@@ -22,13 +23,20 @@ from pydantic import (
 )
 
 from kvframe.errors import SpecError
-from kvframe.registry import Registry, nearest, registry
+from kvframe.mistakes import BYTES, MOST_TOKENS, explain, misread
+from kvframe.registry import Registry, registry
 from kvframe.specfile import read_spec_data
-from kvframe.stages import Allocator, Encoder, Kernel, Scorer, Segmenter, Stage
+from kvframe.stages import Allocator, Encoder, Kernel, Scorer, Segmenter
 
-# Beyond any context and any memory, and small enough to be multiplied with layers, heads and bits in 64 bits.
-MOST_TOKENS = 1 << 40
 MOST_BYTES = 1 << 50
+SIZE = r"^\s*\d*\.?\d+\s*([kKmMgGtTpPeE]?[iI]?[bB]([iI][tT])?)?\s*$"
+
+
+def _whole_size(value: Any) -> Any:
+    # pydantic reads the beginning of "64,000" and is content.
+    if isinstance(value, str) and not re.match(SIZE, value):
+        raise ValueError(f"must be {BYTES}, but it is {value!r}")
+    return value
 
 
 class Budget(BaseModel):
@@ -47,7 +55,7 @@ class Budget(BaseModel):
     entries: int | None = Field(
         None, ge=1, le=MOST_TOKENS, description="Entries per KV head, on average, the protected ones included."
     )
-    bytes: ByteSize | None = Field(
+    bytes: Annotated[ByteSize, BeforeValidator(_whole_size)] | None = Field(
         None, ge=1, le=MOST_BYTES, description='Bytes for one sequence over all layers, e.g. "64MiB".'
     )
 
@@ -244,59 +252,10 @@ def validate_spec(data: Any, origin: str = "spec", places: Mapping[Any, str] | N
     """Validate plain data; `places` says where each path stands ("file:line"). Raises SpecError with one line for each
     mistake."""
     try:
-        return spec_class().model_validate(data)
+        spec = spec_class().model_validate(data)
+        mistakes = list(misread(data, spec.model_dump(), origin, places or {}))
     except ValidationError as error:
-        problems = [_explain(dict(e), data, origin, places or {}) for e in error.errors()]
-        raise SpecError("\n".join(dict.fromkeys(problems))) from None
-
-
-def _explain(error: dict[str, Any], data: Any, origin: str, places: Mapping[Any, str]) -> str:
-    """One sentence for one pydantic error."""
-    path = _path_in(error["loc"], data)
-    dotted = ".".join(map(str, path))
-    given, kind, stages = error["input"], error["type"], registry().stages
-    # Of a stage that is the only one of its kind, the name is a literal; so may other fields be.
-    of_name = kind == "union_tag_invalid" or (kind == "literal_error" and path[1:] in ((), ("name",)))
-    misnamed = of_name and bool(path) and path[0] in stages
-    message = error["msg"].removeprefix("Value error, ")
-    # What does not fit together is said of the whole spec, but the sentence begins with the stage to change.
-    clash = message.partition(" ")[0]
-    at = (path[0], "name") if misnamed else (clash,) if not path and clash in stages else path
-    where = next((places[at[:n]] for n in range(len(at), 0, -1) if at[:n] in places), origin)
-    if misnamed:
-        name = given.get("name") if isinstance(given, dict) else given
-        return f"{where}: {path[0]}: there is no {path[0]} named '{name}'{nearest(str(name), stages[str(path[0])])}"
-    if kind == "extra_forbidden":
-        owner, choices = _fields_at(path[:-1], data)
-        if path == ("extends",):
-            return f"{where}: extends: it is read from files only; merge the specs before."
-        return f"{where}: {dotted}: unknown key '{path[-1]}'{owner}{nearest(str(path[-1]), choices)}"
-    if not path or kind == "value_error":
-        return f"{where}: {dotted + ': ' if dotted else ''}{message}."
-    return f"{where}: {dotted}: {message}, but it is {given!r}."
-
-
-def _path_in(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
-    """Pydantic's location without the union tags, which are not keys of the data."""
-    path: list[Any] = []
-    for index, key in enumerate(loc):
-        inside = isinstance(data, dict) and key in data
-        tag = index == 1 and loc[0] in registry().stages and not (inside and len(loc) == 2)
-        if tag and isinstance(key, str) and key in registry().stages[loc[0]]:
-            continue
-        path.append(key)
-        data = data[key] if inside else None
-    return tuple(path)
-
-
-def _fields_at(path: tuple[Any, ...], data: Any) -> tuple[str, list[str]]:
-    """The valid keys at a path, and whose they are."""
-    if not path:
-        return "", list(PipelineSpec.model_fields)
-    section = PipelineSpec.model_fields[path[0]].annotation
-    if path[0] in registry().stages:
-        given = data[path[0]]
-        name = given["name"] if isinstance(given, dict) else given
-        stage: type[Stage] = registry().stages[path[0]][name]
-        return f" of '{name}'", list(stage.model_fields)
-    return "", list(getattr(section, "model_fields", {}))
+        mistakes = explain(error.errors(), data, origin, places or {}, PipelineSpec)
+    if mistakes:
+        raise SpecError("\n".join(dict.fromkeys(mistakes)))
+    return spec

@@ -11,8 +11,8 @@ from typing import Any
 from kvframe.errors import SpecError
 from kvframe.registry import registry
 from kvframe.stages import KINDS
+from kvframe.yamlfile import MAX_DEPTH, parse_yaml
 from kvframe.yamlfile import Path as Keys
-from kvframe.yamlfile import parse_yaml
 
 STAGE_FIELDS = tuple(kind.kind for kind in KINDS)
 BUDGETS = ("ratio", "entries", "bytes")
@@ -150,6 +150,10 @@ def _override(data: dict[str, Any], places: dict[Keys, str], path: str, value: A
     if path == EXTENDS:
         raise SpecError("extends cannot be overridden: it says which file is read; write it into a spec file.")
     keys = tuple(path.split("."))
+    if len(keys) > MAX_DEPTH:
+        raise SpecError(
+            f"override: '{path[:40]} ...' is more than {MAX_DEPTH} levels deep; a spec has stages, fields and values."
+        )
     *parents, last = keys
     for depth, key in enumerate(parents):
         inner = data.get(key)

@@ -1,4 +1,4 @@
-"""Reads a YAML mapping and remembers the line of every key, so that errors can point at it."""
+"""Reads plain YAML and remembers the line of every key, so that errors can point at it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,26 @@ MAX_DEPTH = 32
 def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[Path, int]]:
     """Return the mapping in `text` and the line (from 1) of each path in it.
 
-    Only plain YAML is read. Raises SpecError, naming `source` and the line, for broken YAML, a document that is no
-    mapping, duplicate keys, anchors and aliases, tags, and nesting beyond 32 levels."""
+    Raises what `read_yaml` raises, and SpecError for a document that is no mapping."""
+    data, lines = read_yaml(text, source)
+    if not isinstance(data, dict):
+        found = "nothing" if data is None else "a sequence" if isinstance(data, list) else "a scalar"
+        raise SpecError(f"{source}: a spec is a mapping such as 'scorer: uniform', but the file holds {found}.")
+    return data, lines
+
+
+def read_yaml(text: str, source: str) -> tuple[Any, dict[Path, int]]:
+    """Return the value in `text`, None for nothing, and the line (from 1) of each path in it.
+
+    Only plain YAML is read. Raises SpecError, naming `source` and the line, for broken YAML, duplicate keys, anchors
+    and aliases, tags, and nesting beyond 32 levels."""
     lines: dict[Path, int] = {}
     loader: yaml.SafeLoader | None = None
     try:
         loader = yaml.SafeLoader(text)
         _refuse_tricks(text, source)
         node = loader.get_single_node()
-        if not isinstance(node, yaml.MappingNode):
-            found = "nothing" if node is None else f"a {type(node).__name__.removesuffix('Node').lower()}"
-            raise SpecError(f"{source}: a spec is a mapping such as 'scorer: uniform', but the file holds {found}.")
-        return _build(loader, node, (), lines, source), lines
+        return None if node is None else _build(loader, node, (), lines, source), lines
     except yaml.MarkedYAMLError as error:
         problem = " ".join(str(error.problem).split())
         line = error.problem_mark.line + 1 if error.problem_mark else "?"

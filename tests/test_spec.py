@@ -69,7 +69,7 @@ def test_the_fingerprint_sees_everything_but_the_description():
         ),
         ("budget: {ratio: 0.5}\n", r"budget.ratio: .*greater than or equal to 1, but it is 0.5"),
         ("budget: {ratio: .nan}\n", r"budget.ratio: .*finite"),
-        ("budget: {ratio: four}\n", r"budget.ratio: .*valid number"),
+        ("budget: {ratio: four}\n", r"budget.ratio: must be a number"),
         ("budget: {bytes: 64ZB}\n", r"budget.bytes"),
         ("budget: {}\n", r"budget: give exactly one of ratio, entries and bytes, not none"),
         ("budget: {ratio: 2, entries: 3}\n", r"give exactly one of ratio, entries and bytes, not ratio and entries"),

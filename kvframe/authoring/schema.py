@@ -15,7 +15,6 @@ from kvframe.specfile import BUDGETS, EXTENDS
 from kvframe.stages import Stage
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-SIZE = r"^\s*\d*\.?\d+\s*([kKmMgGtTpPeE]?[iI]?[bB]([iI][tT])?)?\s*$"
 ABOUT = {
     "segmenter": "Cuts the tokens into contiguous segments.",
     "scorer": "Says how much each token matters.",
@@ -61,6 +60,8 @@ def spec_schema(known: Registry | None = None) -> dict[str, Any]:
 
 def _budget(definition: dict[str, Any]) -> None:
     """Say of the three budgets what only pydantic's validator says: exactly one, and sizes may have units."""
+    from kvframe.spec import SIZE
+
     size = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": SIZE}, {"type": "null"}]
     definition["properties"]["bytes"]["anyOf"] = size
     given = {"not": {"type": "null"}}

@@ -50,7 +50,10 @@ def test_validate_prints_a_spec_that_reads_back(kvframe, tmp_path):
         ),
         ("budgt.ratio=3", "error: override: budgt: unknown key 'budgt'; did you mean 'budget'"),
         ("budget.ratio", "error: --set takes KEY=VALUE"),
-        ("budget.ratio=[", "error: --set budget.ratio=[: the value is not valid YAML"),
+        ("budget.ratio=[", "error: --set budget.ratio=[: not valid YAML: "),
+        ("budget.ratio=" + "[" * 5000, "...: more than 32 levels deep"),
+        ("a." * 5000 + "a=1", "more than 32 levels deep"),
+        ("scorer=!!python/object:x {}", "error: --set scorer=!!python/object:x {}: tags such as"),
         ("extends=h2o", "error: extends cannot be overridden"),
     ],
 )
