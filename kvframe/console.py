@@ -86,15 +86,24 @@ def load_pipeline(spec: str, override: list[str] | None) -> Pipeline:
 
 
 def load_quietly(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model; what transformers would say meanwhile gives way to one status line."""
-    with errors().status(f"Loading {name}"):
-        from transformers.utils import logging
-
+    """Load a model; what libraries would say meanwhile gives way to one status line."""
+    with quiet(f"Loading {name}"):
         from kvframe.hf import load_model
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
         return load_model(name, dtype=dtype, device=device)
+
+
+@contextmanager
+def quiet(status: str) -> Iterator[None]:
+    """One status line instead of what transformers and the hub's library would say, now and later."""
+    with errors().status(status):
+        from huggingface_hub.utils import logging as hub
+        from transformers.utils import logging
+
+        for library in (hub, logging):
+            library.set_verbosity_error()
+        logging.disable_progress_bar()
+        yield
 
 
 def errors() -> Console:

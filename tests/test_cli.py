@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 
 import pytest
 import yaml
+from huggingface_hub.utils import logging as hub_logging
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -73,6 +75,45 @@ def test_help_needs_no_heavy_import():
     assert result.exit_code == 0
     for command in ("compare", "run", "validate", "schema", "list"):
         assert command in result.stdout
+
+
+def test_an_interrupt_while_modules_are_imported_is_a_line_too():
+    code = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, *given):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from kvframe.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted.\n")
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "kvframe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"kvframe {kvframe.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["explain"], ["run", "--prompt-file", "text.txt"]])
+def test_a_model_that_is_not_there_is_all_that_is_said(command, text, monkeypatch):
+    """What the hub's library logs while it tries again and again is not the user's affair."""
+    loud = []
+
+    def read(*given, **more):
+        loud.append(logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING))
+        raise OSError("We couldn't connect to the hub.\nCheckout a long page of links.")
+
+    monkeypatch.chdir(text.parent)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", read)
+    hub_logging.set_verbosity_warning()
+    said = failure(command[0], "identity", *command[1:], "--model", "nosuch")
+    assert "could be read from nosuch (We couldn't connect to the hub); pass 'smollm2'" in said
+    assert loud == [False]
 
 
 def test_version():

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvframe.console import Debug, Override, SpecName, errors, load_pipeline, one_sentence, output
+from kvframe.console import Debug, Override, SpecName, errors, load_pipeline, one_sentence, output, quiet
 
 
 class Kind(StrEnum):
@@ -78,7 +78,7 @@ def explain(
         if model is not None:
             from kvframe.authoring.estimate import estimate
 
-            with errors().status(f"Reading the configuration of {model}"):
+            with quiet(f"Reading the configuration of {model}"):
                 from kvframe.hf.geometry import read_geometry
 
                 geometry = read_geometry(model)

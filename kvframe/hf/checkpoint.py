@@ -73,7 +73,7 @@ class Checkpoint:
             model, info = loaded
         # Readers of checkpoints fail with almost any type of exception, and each means the same to the user.
         except Exception as error:
-            raise ModelError(f"No model could be read from {self} ({_reason(error)}); {self.remedy}.") from error
+            raise ModelError(f"No model could be read from {self} ({first_line(error)}); {self.remedy}.") from error
         if missing := sorted(info["missing_keys"]):
             # transformers only warns, and fills them with random numbers.
             raise ModelError(
@@ -112,7 +112,7 @@ def _check_gguf(path: Path) -> None:
         with path.open("rb") as file:
             start = file.read(len(GGUF_MAGIC))
     except OSError as error:
-        raise ModelError(f"The file {path} could not be read ({_reason(error)}); check its permissions.") from error
+        raise ModelError(f"The file {path} could not be read ({first_line(error)}); check its permissions.") from error
     if start != GGUF_MAGIC:
         raise ModelError(
             f"The file {path} is no GGUF file: it starts with {start!r} instead of {GGUF_MAGIC!r}; "
@@ -124,7 +124,7 @@ def _check_gguf(path: Path) -> None:
         )
 
 
-def _reason(error: Exception) -> str:
-    """The error's text on one line, without the lists of all models that transformers likes to add."""
-    text = str(error).split("\nModel type should be one of")[0] or type(error).__name__
+def first_line(error: Exception) -> str:
+    """The first line of the error's text: transformers likes to add lists of all models, and links."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return textwrap.shorten(text, MAX_REASON, placeholder=" ...").rstrip(".")

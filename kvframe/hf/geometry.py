@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvframe.errors import ModelError
-from kvframe.hf.checkpoint import find_checkpoint
+from kvframe.hf.checkpoint import find_checkpoint, first_line
 from kvframe.hf.embedded import NAME, embedded_checkpoint
 from kvframe.hf.info import model_info
 from kvframe.types import ModelInfo
@@ -42,9 +42,8 @@ def read_geometry(name: str | Path) -> Geometry:
             model = AutoModelForCausalLM.from_config(config)
     # Readers of checkpoints fail with almost any type of exception.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelError(
-            f"No configuration could be read from {checkpoint} ({reason}); {checkpoint.remedy}."
+            f"No configuration could be read from {checkpoint} ({first_line(error)}); {checkpoint.remedy}."
         ) from error
     text = config.get_text_config(decoder=True)
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
