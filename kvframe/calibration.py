@@ -17,6 +17,7 @@ from torch import Tensor
 from kvframe.artefact import Artefact, load_artefact, rope_fingerprint
 from kvframe.cachedir import cache_dir
 from kvframe.errors import InputError
+from kvframe.placement import spread
 from kvframe.stages import Encoder
 from kvframe.types import Amount, ModelInfo, Needs, Observation, Reading
 
@@ -134,7 +135,8 @@ def _asked_for(observation: Observation, needs: Needs) -> Observation:
 def _remembered(encoder: CalibratedEncoder, model: ModelInfo, path: Path) -> Sequence[Any]:
     """The states of an artefact. The last few are kept: every cache of a pipeline binds its stages anew."""
     written = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
-    key = (encoder, path, written, model.fingerprint, rope_fingerprint(model.rope), model.rope.inv_freq.device)
+    places = model.devices or model.rope.inv_freq.device
+    key = (encoder, path, written, model.fingerprint, rope_fingerprint(model.rope), places)
     if key not in _MEMORY:
         artefact = load_artefact(path, encoder.remedy)
         artefact.check(path, encoder.name, encoder.parameters, model, encoder.remedy)
@@ -144,5 +146,5 @@ def _remembered(encoder: CalibratedEncoder, model: ModelInfo, path: Path) -> Seq
             raise InputError(f"The calibration {path} lacks {error}; {encoder.remedy}") from None
         while len(_MEMORY) >= REMEMBERED:
             del _MEMORY[next(iter(_MEMORY))]
-        _MEMORY[key] = states
+        _MEMORY[key] = spread(states, model.devices) if model.devices else states
     return _MEMORY[key]

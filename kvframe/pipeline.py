@@ -16,6 +16,7 @@ from kvframe.budget import Lengths
 from kvframe.contracts import Untouched, blaming, check_encoded, check_plan_fields, check_states
 from kvframe.errors import StageError
 from kvframe.execute import check_plan, execute
+from kvframe.placement import gathered, on, spread
 from kvframe.ragged import append_part
 from kvframe.spec import PipelineSpec, read_spec
 from kvframe.split import QUERIES
@@ -129,25 +130,24 @@ class Pipeline:
         states: Sequence[Any] | None = None,
         bound: Any = None,
     ) -> Compressed:
-        """Compress the observation's body; keep the tokens where `sinks` (bool `[B, T]`) is True exactly.
+        """Compress the observation's body; keep the tokens where `sinks` (bool `[B, T]`) is True exactly. Layers may be
+        on several devices: what is made of one stays on its own.
 
         `states` are the encoder's from an earlier run; None = fit on this observation and on `bound`, which `bind`
         returned. Raises StageError, naming the stage, if one fails, returns what its contract forbids or writes into
         what it was given."""
-        plan = self.plan(observation, budget)
-        encoder = self.spec.encoder
-        untouched = Untouched(observation)
-        with blaming(encoder):
-            states = encoder.fit(observation, bound) if states is None else states
-            untouched.check(encoder)
-            check_states(states, observation, encoder)
+        plan, states = self._decide(gathered(observation), budget, states, bound)
+        encoder, rope = self.spec.encoder, observation.model.rope
+        devices = [layer.keys.device for layer in observation.layers]
+        states = spread(states, devices)
         layers = []
-        for index, layer in enumerate(observation.layers):
+        for index, (layer, device) in enumerate(zip(observation.layers, devices, strict=True)):
             parts: tuple[Part, ...] = ()
+            positions = on(observation.positions, device)
             if sinks is not None and bool(sinks.any()):
-                kept = LayerPlan.keep(sinks[:, None].expand(observation.shape[1:]))
-                parts = (exact_part(execute(kept, layer, observation.positions, observation.model.rope)),)
-            entries = execute(plan.layers[index], layer, observation.positions, observation.model.rope)
+                kept = LayerPlan.keep(on(sinks, device)[:, None].expand(observation.shape[1:]))
+                parts = (exact_part(execute(kept, layer, positions, rope)),)
+            entries = execute(on(plan.layers[index], device), layer, positions, rope)
             if len(entries.keys):
                 if not self.holds_positions:
                     entries = replace(entries, positions=None)
@@ -157,6 +157,18 @@ class Pipeline:
                     parts = append_part(parts, Part(encoded, encoder, states[index]))
             layers.append(parts)
         return Compressed(tuple(layers), plan, states)
+
+    def _decide(
+        self, observation: Observation, budget: Tensor, states: Sequence[Any] | None, bound: Any
+    ) -> tuple[Plan, Sequence[Any]]:
+        """The plan, and the encoder's states, one a layer."""
+        plan = self.plan(observation, budget)
+        encoder, untouched = self.spec.encoder, Untouched(observation)
+        with blaming(encoder):
+            states = encoder.fit(observation, bound) if states is None else states
+            untouched.check(encoder)
+            check_states(states, observation, encoder)
+        return plan, states
 
     def cache(
         self, model: PreTrainedModel, prefix_length: Lengths = 0, suffix_length: Lengths | None = None

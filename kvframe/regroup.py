@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvframe.contracts import blaming
 from kvframe.errors import StageError
+from kvframe.placement import on
 from kvframe.ragged import append_part, join_rows
 from kvframe.rope import Rope
 from kvframe.stages import Allocator
@@ -23,15 +24,15 @@ def is_body(part: Part) -> bool:
     return part.encoder.uses_positions or part.encoded.positions is not None
 
 
-def body_entries(parts: Sequence[Parts], model: ModelInfo) -> Tensor:
-    """Entries of each row's body over all layers and heads, int64 `[B]`."""
+def body_entries(parts: Sequence[Parts], model: ModelInfo, device: torch.device) -> Tensor:
+    """Entries of each row's body over all layers and heads, int64 `[B]`, on `device`."""
     counts = [
-        part.encoded.offsets.diff().view(-1, model.kv_heads).sum(1)
+        on(part.encoded.offsets.diff().view(-1, model.kv_heads).sum(1), device)
         for layer in parts
         for part in layer
         if is_body(part)
     ]
-    return torch.stack(counts).sum(0) if counts else torch.zeros(1, dtype=torch.int64)
+    return torch.stack(counts).sum(0) if counts else torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def regroup_parts(
@@ -39,18 +40,18 @@ def regroup_parts(
 ) -> tuple[list[Parts], Tensor]:
     """Return the parts of all layers with their bodies brought down to `budget` int64 `[B]` entries by the allocator's
     `regroup`, or as they are if they hold no more; and the entries that went, int64 `[B]`. The body becomes one part,
-    coded with the states it had.
+    coded with the states it had. The allocator sees all layers where `budget` is; each body stays on its device.
 
     Raises StageError if the allocator returns what its contract forbids."""
-    held = body_entries(parts, model)
+    held = body_entries(parts, model, budget.device)
     if not bool((held > budget).any()):
         return list(parts), torch.zeros_like(held)
     bodies = [[part for part in layer if is_body(part)] for layer in parts]
     some = next(part for body in bodies for part in body)
     # A layer may hold nothing: its budget went to others.
-    nothing = no_rows(some.decode())
+    nothing = on(no_rows(some.decode()), budget.device)
     with blaming(some.encoder):
-        layers = [join([nothing, *(part.decode() for part in body)]) for body in bodies]
+        layers = [join([nothing, *(on(part.decode(), budget.device) for part in body)]) for body in bodies]
     owner = f"allocator '{allocator.name}'"
     with blaming(allocator):
         answers = allocator.regroup(layers, model, budget)
@@ -67,6 +68,7 @@ def regroup_parts(
         kept: Parts = tuple(part for part in layer if not is_body(part))
         if body:
             encoder, state = body[0].encoder, body[0].state
+            joined = on(joined, body[0].encoded.offsets.device)
             with blaming(encoder):
                 kept = append_part(kept, Part(encoder.encode(joined, state), encoder, state))
         out.append(kept)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvframe.budget import Regions
 from kvframe.ops import dense_attention, merge_attention
+from kvframe.placement import on
 from kvframe.stages import Encoder, Kernel
 from kvframe.types import Observation, Part
 
@@ -21,11 +22,11 @@ def attention_error(
 ) -> float:
     """Mean over layers of |o - o'|^2 / |o|^2, summed over the last 16 queries of all heads and rows: `o` attends the
     exact tokens, `o'` the `parts` of each layer and the exact tail. 0 without queries."""
-    tail, valid = regions.tail, observation.valid
-    tokens, errors = valid.shape[1], []
+    tokens, errors = observation.shape[3], []
     for layer, held in zip(observation.layers, parts, strict=True):
         if layer.queries is None:
             continue
+        tail, valid = on(regions.tail, layer.keys.device), on(observation.valid, layer.keys.device)
         query = layer.queries[:, :, -QUERIES:]
         asked = torch.arange(tokens - query.shape[2], tokens, device=valid.device)
         seen = tail[:, None] & (torch.arange(tokens, device=valid.device) <= asked[:, None])  # [B, Q, T]

@@ -95,6 +95,8 @@ class ModelInfo:
         output_weight: layer in 0..L-1 -> the output projection as [Hq, D, hidden].
         projection_bias: layer in 0..L-1 -> the biases `[H * D]` that keys (before RoPE) and values contain; None for
             one that does not exist, or is not plainly added.
+        devices: where each of the compressed layers runs; () = all of them on one device. What the stages are given,
+            and what `rope` and the weights are on, is the first one's.
         identify: gives `fingerprint`, which costs a look at the weights.
         read: lets the model read a text of kvframe's own, with what a stage needs observed; None where there is none.
     """
@@ -109,6 +111,7 @@ class ModelInfo:
     layer_ids: tuple[int, ...]
     name: str = "model"
     projection_bias: Callable[[int], tuple[Tensor | None, Tensor | None]] = no_bias
+    devices: tuple[torch.device, ...] = ()
     identify: Callable[[], str] = str
     read: Callable[[Needs], Reading] | None = None
 

@@ -16,7 +16,6 @@ from tiny import tiny_model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import PreTrainedModel
 
@@ -53,40 +52,48 @@ class Pretending(Tensor):
         return run(function, args, kwargs or {}, Counter())
 
 
+def mapped(value: Any, change: Any) -> Any:
+    """`change` applied to the tensors of an operator's arguments, which may stand in lists."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)(mapped(inner, change) for inner in value) if type(value) in (list, tuple) else value
+
+
 def run(function: Any, args: Any, kwargs: dict[str, Any], transfers: Counter) -> Any:
     """Do on the CPU what a device would do. Raises RuntimeError for tensors that no device could bring together."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    pretending = [tensor for tensor in tensors if isinstance(tensor, Pretending)]
+    tensors: list[Tensor] = []
+    mapped([*args, *kwargs.values()], tensors.append)
     target = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     if function in TRANSFERS:
         target = args[0].device if target is None else target
         source = args[1].device if function is aten.copy_.default else args[0].device
         if source != target:
             transfers[str(source), str(target)] += 1
-    elif pretending:
-        free = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.ndim == 0]
+    elif any(isinstance(tensor, Pretending) for tensor in tensors):
+        bound = tensors
         if function in INDEXING:
-            free += [tensor for tensor in tree_leaves(args[1]) if isinstance(tensor, Tensor) and not tensor.is_meta]
-            free = [tensor for tensor in free if tensor.device.type == "cpu"]
-        devices = {tensor.device for tensor in tensors if not any(tensor is one for one in free)}
+            bound = [args[0], *args[2:3], *(tensor for tensor in tensors if isinstance(tensor, Pretending))]
+        devices = {tensor.device for tensor in bound if isinstance(tensor, Pretending) or tensor.ndim}
         if len(devices) > 1:
             raise RuntimeError(f"{function} was given tensors on {', '.join(sorted(map(str, devices)))}")
-        target = devices.pop() if target is None and devices else target
+        target = devices.pop() if target is None else target
     if target is not None and target.type == KIND and "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    plain_args, plain_kwargs = tree_map(lambda x: x.inner if isinstance(x, Pretending) else x, (args, kwargs))
-    made = function(*plain_args, **plain_kwargs)
+    made = function(*mapped(args, held), **{name: mapped(value, held) for name, value in kwargs.items()})
     if target is None or target.type != KIND:
         return made
 
-    def claim(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def claim(value: Tensor) -> Tensor:
         # What was changed in place stays the tensor it was.
-        same = [tensor for tensor in pretending if tensor.inner is value]
+        same = [tensor for tensor in tensors if getattr(tensor, "inner", None) is value]
         return same[0] if same else Pretending(value, target)
 
-    return tree_map(claim, made)
+    return mapped(made, claim)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The data on the CPU."""
+    return tensor.inner if isinstance(tensor, Pretending) else tensor
 
 
 class _Dispatch(TorchDispatchMode):
@@ -108,6 +115,8 @@ class _Functions(TorchFunctionMode):
         if function is Tensor.new_tensor and isinstance(args[0], Pretending):
             kwargs = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
             function, args = torch.tensor, args[1:]
+        if function is Tensor.__getitem__ and isinstance(args[1], list):
+            args = args[0], torch.tensor(args[1])
         device = kwargs.get("device")
         if function in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == KIND:
             return function(*args, **{**kwargs, "device": None}).to(device)

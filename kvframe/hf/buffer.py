@@ -109,6 +109,8 @@ class Tail:
 
     def append(self, piece: Tensor, extra: int = 0) -> None:
         """Add columns at the right; `extra` more than the limit are kept this time (for padding at the end)."""
+        if self._pieces and self._pieces[0].device != piece.device:  # read from a file, or moved
+            self.to(piece.device)
         self._pieces.append(piece.detach())
         if self.limit != "all":
             self.keep_last(min(self.length, int(self.limit) + extra + SPARE), copy=False)

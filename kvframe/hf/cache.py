@@ -21,6 +21,7 @@ from kvframe.contracts import blaming
 from kvframe.errors import InputError, ModelError
 from kvframe.hf import rows
 from kvframe.hf.attention import use_kvframe_attention
+from kvframe.hf.devices import finish
 from kvframe.hf.info import attention_modules, model_info
 from kvframe.hf.layer import CompressedLayer, new_validity
 from kvframe.hf.ledger import Ledger
@@ -140,7 +141,7 @@ class CompressedCache(Cache):
                 f"The model's position_ids have {position_ids.ndim} dimensions; kvframe knows one position a token, "
                 "[B, T]."
             )
-        new = position_ids.expand(batch, length)
+        new = position_ids.expand(batch, length).to(key_states.device)
         self.positions = new if self.positions is None else torch.cat([self.positions, new], 1)
 
     def _between_steps(self) -> None:
@@ -238,8 +239,7 @@ class CompressedCache(Cache):
             self._adopt(replace(result, parts=tuple(parts)), regions)
             for note in result.plan.notes:
                 self.ledger.note(note)
-            if self.valid.is_cuda:
-                torch.cuda.synchronize(self.valid.device)
+            finish(layer.recent.keys.device for layer in self.compressed_layers)
             self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed)
         elif first and not reading:
             count = ", ".join(str(int(n)) for n in self.valid.sum(1))
@@ -264,7 +264,7 @@ class CompressedCache(Cache):
         self.pipeline, self.bound = variants[best], self.bound[best]
 
     def observe(self, regions: Regions, needs: Needs) -> Observation:
-        """What was seen of the exact tokens, cut down to what is needed."""
+        """What was seen of the exact tokens, cut down to what is needed, each layer on its device; see `gathered`."""
         if self.valid is None or self.positions is None:
             raise RuntimeError("nothing was seen yet")
         return Observation(
@@ -339,7 +339,8 @@ class CompressedCache(Cache):
         other.note_validity()
 
     def to(self, device: torch.device | str) -> CompressedCache:
-        """Move all that the cache holds to a device, in place; move the model first. Returns the cache."""
+        """Move all that the cache holds to a device, in place; move the model first. Of a model on several devices each
+        layer's goes to its own, and `device` must be one of them. Returns the cache."""
         from kvframe.hf.devices import move
 
         move(self, torch.device(device))

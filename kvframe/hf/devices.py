@@ -1,48 +1,76 @@
-"""Moving a cache to another device."""
+"""Where a cache is: moving it, and waiting for the devices that its layers are on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from kvframe.hf.info import model_info
-from kvframe.hf.rows import others
-from kvframe.plain import map_tensors
+from kvframe.errors import InputError
+from kvframe.hf.info import layer_devices, model_info
+from kvframe.hf.layer import CompressedLayer
+from kvframe.placement import on
 from kvframe.types import Part
 
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
 
 
+def finish(devices: Iterable[torch.device]) -> None:
+    """Wait until these devices have done what they were given; the CPU has at once."""
+    for device in {device for device in devices if device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
 def move(cache: CompressedCache, device: torch.device) -> None:
-    """Move all that the cache holds; its model must be there already, or follow."""
-    made: dict[int, Any] = {}
+    """Move all that the cache holds; its model must be there already, or follow. Of a model on several devices each
+    layer's goes to its own, and the rest to the first layer's.
 
-    def to(tensor: Tensor) -> Tensor:
-        return tensor.to(device)
-
-    def state_of(state: Any) -> Any:
-        # Codes are joined with those made with the same state, so each must stay one object.
-        return made.setdefault(id(state), map_tensors(state, to))
-
-    old = cache.states, cache.bound  # alive, so that no other object takes their ids
-    cache.info = model_info(cache.live_model())
-    if cache.states is not None:
-        cache.states = [state_of(state) for state in cache.states]
-    cache.bound = cache.states if old[0] is old[1] and old[1] is not None else map_tensors(cache.bound, to)
-    for layer in cache.compressed_layers:
-        layer.parts = tuple(
-            Part(map_tensors(part.encoded, to), part.encoder, state_of(part.state)) for part in layer.parts
+    Raises InputError for a device that such a model has nothing on."""
+    model = cache.live_model()
+    cache.info = model_info(model)
+    several = set(cache.info.devices)
+    places = layer_devices(model) if len(several) > 1 else {}
+    if places and device not in several:
+        raise InputError(
+            f"The layers of this model are on {', '.join(sorted(map(str, several)))}, and its cache must be there too, "
+            f"not on {device}; name one of them, and each layer goes to its own."
         )
-        for held in (layer.recent, layer.queries, layer.outputs):
-            held.to(device)
-    for other in others(cache):
-        if getattr(other, "keys", None) is not None:
-            other.keys, other.values, other.device = to(other.keys), to(other.values), device
-    cache.watch.to(device)
+    home = cache.info.devices[0] if places else device
+    made: dict[Any, Any] = {}
+
+    def state_of(state: Any, to: torch.device) -> Any:
+        # Codes are joined with those made with the same state, so each must stay one object.
+        if (id(state), to) not in made:
+            parts = tuple(state_of(part, to) for part in state) if type(state) is tuple else on(state, to)
+            made[id(state), to] = parts
+        return made[id(state), to]
+
+    states = cache.states
+    for index, layer in enumerate(cache.layers):
+        to = places.get(index, home)
+        if isinstance(layer, CompressedLayer):
+            layer.parts = tuple(_part(part, state_of(part.state, to), to) for part in layer.parts)
+            for held in (layer.recent, layer.queries, layer.outputs):
+                held.to(to)
+        elif getattr(layer, "keys", None) is not None:
+            other: Any = layer
+            other.keys, other.values, other.device = on(other.keys, to), on(other.values, to), to
+    if states is not None:
+        own = (places.get(index, home) for index in cache.info.layer_ids)
+        cache.states = [state_of(state, to) for state, to in zip(states, own, strict=True)]
+    if states is not None and states is cache.bound:
+        cache.bound = cache.states
+    elif not places:
+        cache.bound = on(cache.bound, home)
+    cache.watch.to(home)
     for name in ("tokens", "begun", "context", "allowed", "kept"):
-        setattr(cache.ledger, name, map_tensors(getattr(cache.ledger, name), to))
+        setattr(cache.ledger, name, on(getattr(cache.ledger, name), home))
     for name in ("valid", "positions", "recent_validity_bias"):
-        setattr(cache, name, map_tensors(getattr(cache, name), to))
+        setattr(cache, name, on(getattr(cache, name), home))
+
+
+def _part(part: Part, state: Any, device: torch.device) -> Part:
+    encoded = on(part.encoded, device)
+    return part if encoded is part.encoded and state is part.state else Part(encoded, part.encoder, state)

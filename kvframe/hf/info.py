@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvframe.errors import ModelError
 from kvframe.hf.reading import own_reading
+from kvframe.placement import on
 from kvframe.rope import Rope
 from kvframe.types import ModelInfo
 
+T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -52,12 +54,12 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
     if missing:
         raise _unknown(model, f"layer {missing[0]} has no attention module with o_proj, head_dim and scaling")
     modules = [attention[i] for i in layer_ids]
-    devices = {device for device in map(_device, modules) if device.type != "meta"}
-    if len(devices) > 1:
-        raise ModelError(
-            f"The layers of {type(model).__name__} are spread over {', '.join(sorted(map(str, devices)))}, but a "
-            "budget is shared by layers on one device; load the model on one device (device_map={'': 'cuda:0'})."
-        )
+    devices = tuple(map(_device, modules))
+    home = next((device for device in devices if device.type != "meta"), None)
+
+    def at_home(value: T) -> T:
+        return value if home is None else on(value, home)
+
     config = model.config.get_text_config(decoder=True)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     geometry = {(m.head_dim, m.o_proj.in_features // m.head_dim, float(m.scaling)) for m in modules}
@@ -66,8 +68,11 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
     head_dim, query_heads, scale = geometry.pop()
 
     def output_weight(layer: int) -> Tensor:
-        weight: Tensor = modules[layer].o_proj.weight.detach()  # [hidden, Hq * D]
+        weight = at_home(_held(modules[layer].o_proj, "weight"))  # [hidden, Hq * D]
         return weight.T.reshape(query_heads, head_dim, -1)
+
+    def projection_bias(layer: int) -> tuple[Tensor | None, Tensor | None]:
+        return at_home(_biases(modules[layer]))
 
     def identify() -> str:
         return _fingerprint(modules, (len(layer_ids), query_heads, kv_heads, head_dim, scale, type(model).__name__))
@@ -78,11 +83,12 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=scale,
-        rope=_rope(model, modules[0]),
+        rope=at_home(_rope(model, modules[0])),
         output_weight=output_weight,
         layer_ids=layer_ids,
         name=type(model).__name__,
-        projection_bias=lambda layer: _biases(modules[layer]),
+        projection_bias=projection_bias,
+        devices=devices if all(device.type != "meta" for device in devices) else (),
         identify=identify,
         read=own_reading(model),
     )
@@ -94,18 +100,34 @@ def _biases(attention: Any) -> tuple[Tensor | None, Tensor | None]:
     def bias(projection: str, norm: str) -> Tensor | None:
         linear = getattr(attention, projection, None)
         plain = isinstance(linear, nn.Linear) and getattr(attention, norm, None) is None
-        return linear.bias.detach() if plain and linear is not None and linear.bias is not None else None
+        return _held(linear, "bias") if plain and linear is not None and linear.bias is not None else None
 
     return bias("k_proj", "k_norm"), bias("v_proj", "v_norm")
 
 
+def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where each layer with attention runs, by its index in the model."""
+    known: list[Any] = attention_modules(model)
+    return {module.layer_idx: _device(module) for module in known}
+
+
 def _device(module: Any) -> torch.device:
     """Where a module runs: where its weights are, unless accelerate brings them elsewhere for the call."""
-    hook = getattr(module, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    weight: Tensor = module.o_proj.weight
-    # accelerate numbers GPUs; a number alone is one.
-    return weight.device if device is None else torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+    hooks = (getattr(part, "_hf_hook", None) for part in (module, module.o_proj))
+    device = next((found for hook in hooks if (found := getattr(hook, "execution_device", None)) is not None), None)
+    if device is None:
+        weight: Tensor = module.o_proj.weight
+        return weight.device
+    # accelerate numbers GPUs; a name without a number is the current one, which tensors tell by its number.
+    named = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+    return torch.empty(0, device=named).device if named.index is None else named
+
+
+def _held(linear: nn.Linear, name: str) -> Tensor:
+    """A module's "weight" or "bias", also while accelerate keeps it elsewhere between calls."""
+    kept: Any = getattr(getattr(linear, "_hf_hook", None), "weights_map", None)
+    tensor: Tensor = getattr(linear, name).detach()
+    return kept[name] if tensor.is_meta and kept is not None else tensor
 
 
 def _fingerprint(modules: list[Any], geometry: tuple[Any, ...]) -> str:
@@ -113,7 +135,7 @@ def _fingerprint(modules: list[Any], geometry: tuple[Any, ...]) -> str:
     model has the same in every dtype; "" for a model without weights."""
     digest = hashlib.sha256(repr(geometry).encode())
     for module in modules:
-        weight = module.o_proj.weight.detach().flatten()
+        weight = _held(module.o_proj, "weight").flatten()
         if weight.device.type == "meta":
             return ""
         some = weight[:: max(1, weight.numel() // 64)][:64].to("cpu", torch.bfloat16)

@@ -83,6 +83,8 @@ class CompressedLayer(CacheLayerMixin):
     def recent_bias(self, length: int, mask: Tensor | None) -> Tensor | None:
         """Bias for `length` queries on the recent tokens, fp32, or None if all of them are visible."""
         own = self.cache.recent_validity_bias
+        if own is not None:  # of all layers, but each may be on a device of its own
+            own = own.to(self.recent.keys.device)
         if length == 1:
             return own
         if mask is None:  # transformers leaves out a mask that is plainly causal

@@ -77,7 +77,7 @@ class Ledger:
         """`(for the whole body, more than before)` int64 `[B]`, of a body that is grouped again: what the budget allows
         for all that was seen, with the block in `regions`. `parts` are held so far."""
         context = self.context + model.layers * model.kv_heads * regions.body.sum(1)
-        charged = self.kept - body_entries(parts, model)
+        charged = self.kept - body_entries(parts, model, regions.body.device)
         total = total_entries(budget, context, charged, model, itemsize, bits).minimum(context)
         return (total - charged).clamp_min(0), total - self.allowed
 

@@ -8,6 +8,7 @@ from kvframe.budget import Lengths, split_regions
 from kvframe.errors import InputError
 from kvframe.hf.cache import CompressedCache
 from kvframe.pipeline import load
+from kvframe.placement import gathered
 from kvframe.spec import Protect
 from kvframe.types import Needs, Observation
 
@@ -26,4 +27,4 @@ class Reader(CompressedCache):
         was read yet."""
         if self.valid is None:
             raise InputError("Nothing was read yet; run the model with this cache first.")
-        return self.observe(split_regions(self.valid, Protect(sink=sinks, recent=0)), self.needs)
+        return gathered(self.observe(split_regions(self.valid, Protect(sink=sinks, recent=0)), self.needs))

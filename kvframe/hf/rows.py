@@ -53,7 +53,7 @@ def select(cache: CompressedCache, indices: Tensor) -> None:
     for layer, picked in zip(cache.compressed_layers, parts, strict=True):
         layer.select(rows, picked)
     for other in others(cache):
-        other.batch_select_indices(rows)
+        other.batch_select_indices(rows.to(getattr(other, "device", rows.device)))
     cache.watch.select(rows)
     cache.ledger.select(rows)
     cache.valid, cache.positions = (t[rows.to(t.device)] for t in (cache.valid, cache.positions))

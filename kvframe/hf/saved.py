@@ -17,8 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvframe import __version__
 from kvframe.artefact import rope_fingerprint, write_whole
 from kvframe.errors import InputError, KvframeError
+from kvframe.hf.info import layer_devices
 from kvframe.hf.layer import CompressedLayer
 from kvframe.pipeline import Pipeline
+from kvframe.placement import on, spread
 from kvframe.plain import flatten, map_tensors, unflatten
 from kvframe.spec import validate_spec
 from kvframe.types import Encoded, Part, held_tensors
@@ -150,11 +152,11 @@ def _other(layer: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Give a fresh cache what stands in the file."""
-    device, encoder = next(cache.live_model().parameters()).device, cache.pipeline.spec.encoder
-    package = type(encoder).__module__.partition(".")[0]
+    encoder, devices = cache.pipeline.spec.encoder, layer_devices(cache.live_model())
+    package, own = type(encoder).__module__.partition(".")[0], [devices[index] for index in cache.info.layer_ids]
 
-    def read(data: Any) -> Any:
-        return map_tensors(unflatten(data, tensors, package), lambda tensor: tensor.to(device))
+    def read(data: Any, device: torch.device = own[0]) -> Any:
+        return on(unflatten(data, tensors, package), device)
 
     if cache.bound is not None:
         if header["learned"] != digest(list(held_tensors(list(cache.bound)))):
@@ -162,19 +164,20 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
                 "The saved cache was coded with another calibration than this one; load it where that calibration is, "
                 "or make it anew."
             )
-        cache.states = cache.bound
+        cache.states = spread(cache.bound, own)
     elif header["states"] is not None:
         # Mapped tensors lie at odd addresses, where matrix products round differently.
-        cache.states = map_tensors(read(header["states"]), torch.clone)
+        cache.states = spread(map_tensors(read(header["states"]), torch.clone), own)
     for index, (layer, held) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         if not isinstance(layer, CompressedLayer):
             if held["kind"] != type(layer).__name__:
                 raise ValueError(f"layer {index} is a {type(layer).__name__}, not a {held['kind']}")
-            _restore_other(layer, read(held["other"]))
+            _restore_other(layer, read(held["other"], devices[index]))
             continue
         state = () if cache.states is None else cache.states[cache.info.layer_ids.index(index)]
-        parts = tuple(_part(part, read(part["encoded"]), encoder, state) for part in held["parts"])
-        layer.restore(parts, held["seen"], read(held["recent"]), read(held["queries"]), read(held["outputs"]))
+        parts = tuple(_part(part, read(part["encoded"], devices[index]), encoder, state) for part in held["parts"])
+        watched = (read(held[name], devices[index]) for name in ("recent", "queries", "outputs"))
+        layer.restore(parts, held["seen"], *watched)
     for tail, pieces in zip(cache.watch.tails(), read(header["watch"]), strict=True):
         tail.restore(pieces)
     for name, value in read(header["books"]).items():

@@ -60,7 +60,7 @@ class Watch:
                 raise ModelError("Surprisal needs input_ids, but the model was called with inputs_embeds.")
             states = output.last_hidden_state.detach()
             last = self._ends.tensor(1)
-            before = states[:, :-1] if last is None else torch.cat([last, states[:, :-1]], 1)
+            before = states[:, :-1] if last is None else torch.cat([last.to(states.device), states[:, :-1]], 1)
             known = surprisal(before, tokens[:, tokens.shape[1] - before.shape[1] :], head, cap)
             pad = known.new_zeros(len(known), tokens.shape[1] - known.shape[1])
             self.surprisal.append(torch.cat([pad, known], 1))
@@ -139,6 +139,6 @@ def surprisal(states: Tensor, tokens: Tensor, head: nn.Module, cap: float | None
         for begin in range(0, tokens.shape[1], CHUNK):
             logits = head(states[:, begin : begin + CHUNK]).float()
             logits = logits if cap is None else cap * torch.tanh(logits / cap)
-            chunk = tokens[:, begin : begin + CHUNK]
+            chunk = tokens[:, begin : begin + CHUNK].to(logits.device)
             out.append(nn.functional.cross_entropy(logits.transpose(1, 2), chunk, reduction="none"))
     return torch.cat(out, 1) if out else states.new_zeros(len(tokens), 0, dtype=torch.float32)

@@ -1,15 +1,12 @@
-"""Caches that are moved, and models that are spread over devices."""
+"""Caches that are moved."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import batch, tiny_model
 
 import kvframe
-from kvframe.errors import ModelError
 from kvframe.testing.checks.pipeline import held_tensors
 
 FITTED = {"name": "aatc.transform", "calibration": "prompt", "joint_heads": 1, "key_bits": 4}
@@ -54,10 +51,3 @@ def test_a_moved_cache_goes_on(llama, encoder):
     for token in range(5, 14):
         step = torch.tensor([[token]])
         assert torch.equal(llama(step, cache=other).logits, llama(step, cache=cache).logits)
-
-
-def test_models_on_several_devices_are_refused():
-    model = tiny_model("llama")
-    model.model.layers[1].self_attn._hf_hook = SimpleNamespace(execution_device=1)
-    with pytest.raises(ModelError, match=r"spread over cpu, cuda:1.*device_map"):
-        kvframe.load("identity").cache(model)

@@ -67,7 +67,7 @@ class Channels:
         times, plus, top, step, first = half.clone(), half + 0.5, 2 * half - 1, 1 / half, torch.full_like(half, -1.0)
         if self.one_bit is not None:
             single = width == 1
-            level = self.one_bit.float()
+            level = self.one_bit.float().cpu()
             # |x| <= 1, so floor(x / 2 + 1) is its sign.
             times[single], plus[single] = 0.5, 1.0
             step[single], first[single] = 2 * level[single], -level[single]
