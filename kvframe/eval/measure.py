@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvframe.eval.fidelity import kl_divergence, negative_log_likelihood, top1_agreement
 from kvframe.eval.tasks import Example
 from kvframe.hf import CompressedCache, Prefill
+from kvframe.hf.devices import finish
+from kvframe.hf.info import layer_devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,6 +51,11 @@ class Runner:
         own = ends if isinstance(ends, list) else [ends]
         return frozenset(i for i in (*own, self.tokenizer.eos_token_id) if i is not None)
 
+    @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """All that the model runs on."""
+        return frozenset((*layer_devices(self.model).values(), *(weight.device for weight in self.model.parameters())))
+
     def step(self, cache: Cache, ids: Sequence[int], keep: int = 0) -> Tensor:
         """Feed tokens; the logits `[Q, V]` of all of them, or of the last `keep`."""
         tokens = torch.tensor([list(ids)], device=self.model.device)
@@ -57,15 +64,11 @@ class Runner:
 
     def timed(self, action: Callable[[], T]) -> tuple[T, float]:
         """The action's result and its milliseconds."""
-        self._wait()
+        finish(self.devices)
         begin = time.perf_counter()
         result = action()
-        self._wait()
+        finish(self.devices)
         return result, 1000 * (time.perf_counter() - begin)
-
-    def _wait(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
 
     def text(self, ids: Iterable[int]) -> str:
         """The tokens as text, without special ones."""

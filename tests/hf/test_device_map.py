@@ -15,6 +15,7 @@ import kvframe
 from kvframe.builtin.allocators import TopK
 from kvframe.errors import InputError
 from kvframe.hf import model_info
+from kvframe.hf.devices import finish
 from kvframe.hf.reader import Reader
 from kvframe.pipeline import Pipeline
 from kvframe.stages import Scorer
@@ -252,6 +253,13 @@ def test_a_cache_cannot_be_where_its_model_is_not(models):
     cache = kvframe.load("identity").cache(models[1])
     with pytest.raises(InputError, match=r"on pretend:0, pretend:1, .* not on cpu; name one of them"):
         cache.to("cpu")
+
+
+def test_waiting_covers_every_device(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    finish(torch.device(name) for name in ("cuda:1", "cpu", "cuda:0", "cuda:1"))
+    assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
 
 
 def test_weights_kept_elsewhere_are_found():

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvframe.errors import InputError
+from kvframe.ops.launch import beside_its_tensors
 
 LANES = 32
 TILE = 32
@@ -59,6 +60,7 @@ def _interpreted() -> bool:
     return not isinstance(_pack, triton.runtime.JITFunction)
 
 
+@beside_its_tensors
 def pack(codes: Tensor, width: int) -> Tensor:
     """As the reference's `pack`."""
     channels, rows = codes.shape
@@ -69,6 +71,7 @@ def pack(codes: Tensor, width: int) -> Tensor:
     return words
 
 
+@beside_its_tensors
 def unpack(words: Tensor, width: int) -> Tensor:
     """As the reference's `unpack`."""
     blocks, _, channels = words.shape

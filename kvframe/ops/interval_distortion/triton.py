@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvframe.errors import InputError
 from kvframe.ops.interval_distortion.tables import EPS, LEAST_MASS, LOGIT_LIMIT, IntervalTables
+from kvframe.ops.launch import beside_its_tensors
 from kvframe.rope import Rope
 
 
@@ -94,6 +95,7 @@ def grow_kernel(
             tl.store(multiplicity + out, m)
 
 
+@beside_its_tensors
 def interval_distortion(
     keys: Tensor,
     values: Tensor,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvframe.errors import InputError
+from kvframe.ops.launch import beside_its_tensors
 from kvframe.ops.packed_attention.layout import Packed, PackedRows, channel_table, level_table
 from kvframe.ops.ragged_attention.triton import merge_kernel
 
@@ -154,6 +155,7 @@ def attend_kernel(
     tl.store(lse + place, tl.where(filled, top + tl.log(safe), float("-inf")), mask=asked)
 
 
+@beside_its_tensors
 def packed_attention(
     query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows
 ) -> tuple[Tensor, Tensor]:

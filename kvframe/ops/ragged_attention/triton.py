@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvframe.errors import InputError
+from kvframe.ops.launch import beside_its_tensors
 from kvframe.types import Encoded
 
 # Entries that a program holds at once, and its warps: the largest for which no target spills registers.
@@ -134,6 +135,7 @@ LOADERS: dict[str, tuple[Callable, Sequence[str]]] = {
 }
 
 
+@beside_its_tensors
 def ragged_attention(query: Tensor, encoded: Encoded, scale: float) -> tuple[Tensor, Tensor]:
     """Attend codes where they lie; contract as `Kernel.attend`, with the codes of a format in LOADERS.
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvframe.errors import InputError
+from kvframe.ops.launch import beside_its_tensors
 from kvframe.ops.soft_matching.reference import TIE
 
 METRICS = {"cosine": 0, "distance": 1, "ward": 2}
@@ -96,6 +97,7 @@ def match_kernel(
     tl.store(partner + out, found, mask=inside)
 
 
+@beside_its_tensors
 def soft_matching(
     rows: Tensor, sources: Tensor, targets: Tensor, metric: str, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
