@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvframe.arguments import whole_numbers
 from kvframe.errors import BudgetError, InputError
 from kvframe.spec import Budget, Protect
 from kvframe.types import ModelInfo
@@ -54,13 +55,20 @@ class Regions:
         return tokens - int(columns[0]) if len(columns) else 0
 
 
-def row_lengths(value: Lengths, batch: int, name: str) -> Tensor:
-    """`value` as int64 `[B]`; one number serves every row. Raises InputError for a negative or a wrong count."""
-    lengths = torch.as_tensor(value, dtype=torch.int64).reshape(-1).cpu()
-    if lengths.numel() not in (1, batch):
-        raise InputError(f"{name} must be one number or one for each of the {batch} rows, but {lengths.numel()} came.")
+def checked_lengths(value: Lengths, name: str) -> Tensor:
+    """`value` as int64 `[1]` or `[B]`. Raises InputError for what are no whole numbers, or negative ones."""
+    lengths = whole_numbers(name, value, "a whole number of tokens, or one for each row")
     if bool((lengths < 0).any()):
         raise InputError(f"{name} must not be negative, but is {value}.")
+    return lengths
+
+
+def row_lengths(value: Lengths, batch: int, name: str) -> Tensor:
+    """`value` as int64 `[B]`; one number serves every row. Raises InputError for a wrong count, and what
+    `checked_lengths` does."""
+    lengths = checked_lengths(value, name)
+    if lengths.numel() not in (1, batch):
+        raise InputError(f"{name} must be one number or one for each of the {batch} rows, but {lengths.numel()} came.")
     return lengths.expand(batch) if lengths.numel() == 1 else lengths
 
 

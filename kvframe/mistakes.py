@@ -3,13 +3,13 @@ pass but nobody meant."""
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from kvframe.registry import nearest, registry
+from kvframe.naming import nearest, said_in_yaml
+from kvframe.registry import registry
 from kvframe.stages import Stage
 
 Keys = tuple[Any, ...]
@@ -29,27 +29,6 @@ EXPECTED = {
     "list_": "a list",
     "byte_size": BYTES,
 }
-
-
-class Shown(reprlib.Repr):
-    """Values as YAML spells them, cut short."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 80
-
-    def repr_bool(self, value: bool, level: int) -> str:
-        return "true" if value else "false"
-
-    def repr_int(self, value: int, level: int) -> str:
-        # Python refuses to write out numbers of thousands of digits.
-        return repr(value) if value.bit_length() <= 128 else f"about 2**{value.bit_length() - 1}"
-
-    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802 - reprlib looks for the type's name
-        return "null"
-
-
-shown = Shown().repr
 
 
 def explain(
@@ -79,10 +58,10 @@ def misread(data: Any, read: Any, origin: str, places: Places, path: Keys = ()) 
     elif isinstance(read, int | float) and not isinstance(read, bool):
         begin = f"{_where(path, places, origin)}: {'.'.join(map(str, path))}: must be"
         if isinstance(data, bool):
-            yield f"{begin} a number, but it is {shown(data)}."
+            yield f"{begin} a number, but it is {said_in_yaml(data)}."
         # Bytes have a limit of their own.
         elif abs(read) >= MOST_TOKENS and path != ("budget", "bytes"):
-            yield f"{begin} {SMALLER}, but it is {shown(data)}."
+            yield f"{begin} {SMALLER}, but it is {said_in_yaml(data)}."
 
 
 def _sentence(
@@ -103,7 +82,7 @@ def _sentence(
     if misnamed:
         name = given.get("name") if isinstance(given, dict) else given
         begin = f"{_where(at, places, origin)}: {path[0]}: "
-        return begin, f"there is no {path[0]} named {shown(name)}{nearest(str(name), stages[str(path[0])])}", ""
+        return begin, f"there is no {path[0]} named {said_in_yaml(name)}{nearest(str(name), stages[str(path[0])])}", ""
     if kind == "extra_forbidden":
         owner, choices = _fields_at(path[:-1], data, spec)
         if path == ("extends",):
@@ -115,16 +94,20 @@ def _sentence(
         return begin, "it must be given.", ""
     if of_stage:
         fields = given if isinstance(given, dict) else {}
-        example = ", ".join(["name: …", *(f"{key}: {shown(value)}" for key, value in fields.items())][:4])
-        return f"{begin}must be ", f"a stage's name, or {{{example}}}", f", but it is {shown(given)}."
+        example = ", ".join(["name: …", *(f"{key}: {said_in_yaml(value)}" for key, value in fields.items())][:4])
+        return f"{begin}must be ", f"a stage's name, or {{{example}}}", f", but it is {said_in_yaml(given)}."
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         keys = _fields_at(path, data, spec)[1]
         wanted = f"{{{keys[0]}: …}} or the like (keys: {', '.join(keys)})" if keys else "keys with values"
-        return f"{begin}must be ", wanted, f", but it is {shown(given)}."
+        return f"{begin}must be ", wanted, f", but it is {said_in_yaml(given)}."
     wanted = next((text for start, text in EXPECTED.items() if kind.startswith(start)), "")
     if wanted or message.startswith("Input should be "):
-        return f"{begin}must be ", wanted or message.removeprefix("Input should be "), f", but it is {shown(given)}."
-    return begin, message, f", but it is {shown(given)}."
+        return (
+            f"{begin}must be ",
+            wanted or message.removeprefix("Input should be "),
+            f", but it is {said_in_yaml(given)}.",
+        )
+    return begin, message, f", but it is {said_in_yaml(given)}."
 
 
 def _where(path: Keys, places: Places, origin: str) -> str:

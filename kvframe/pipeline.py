@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvframe.arguments import expect
 from kvframe.budget import Lengths
 from kvframe.contracts import Untouched, blaming, check_encoded, check_plan_fields, check_states
 from kvframe.errors import StageError
@@ -46,6 +47,9 @@ class Pipeline:
 
     spec: PipelineSpec
     name: str = "pipeline"
+
+    def __post_init__(self) -> None:
+        expect("spec", self.spec, PipelineSpec, "a PipelineSpec (kvframe.load makes a pipeline of a spec's name)")
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -203,5 +207,6 @@ def load(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Pipe
     """Load a pipeline: a spec's name (str) or file (pathlib.Path), with `overrides` such as {"budget.ratio": 8}.
 
     Raises SpecError, naming what is wrong and the nearest valid name."""
+    expect("A pipeline's source", source, (str, Path), "the name of a spec (str) or a file (pathlib.Path)")
     name = source.stem if isinstance(source, Path) else source
     return Pipeline(read_spec(source, overrides), name)

@@ -8,6 +8,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from kvframe.arguments import expect
 from kvframe.errors import SpecError
 from kvframe.registry import registry
 from kvframe.stages import KINDS
@@ -67,13 +68,20 @@ def read_spec_data(source: str | Path, overrides: Mapping[str, Any] | None = Non
     for layer in reversed(chain[:-1]):
         data.pop("description", None)
         _merge(data, places, layer.data, layer.places, ())
-    for path, value in (overrides or {}).items():
+    overrides = {} if overrides is None else overrides
+    expect("overrides", overrides, Mapping, "a mapping such as {'budget.ratio': 8}")
+    for path, value in overrides.items():
+        expect("A key of overrides", path, str, "a path of keys such as 'budget.ratio'")
         _override(data, places, path, value)
     return SpecData(data, chain[0].origin, places)
 
 
 def _find(source: str | Path) -> tuple[Path | Traversable, str]:
-    return (source, str(source)) if isinstance(source, Path) else (registry().spec_file(source), f"{source}.yaml")
+    if isinstance(source, Path):
+        return source, str(source)
+    if source not in registry().specs and isinstance(spec_source(source), Path):
+        raise SpecError(f"There is no spec named '{source}'; a file is given as pathlib.Path('{source}').")
+    return registry().spec_file(source), f"{source}.yaml"
 
 
 def _find_base(base: Any, file: Path | Traversable, origin: str, place: str) -> tuple[Path | Traversable, str]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvframe.budget import Lengths, Regions
+from kvframe.arguments import whole_number
+from kvframe.budget import Lengths, Regions, checked_lengths
 from kvframe.contracts import blaming
 from kvframe.errors import InputError, ModelError
 from kvframe.hf import rows
@@ -61,14 +62,16 @@ class CompressedCache(Cache):
     ) -> None:
         self.pipeline = pipeline
         self.kernel = pipeline.spec.attention
-        self._model = weakref.ref(model)
         self.info = model_info(model)
+        self._model = weakref.ref(model)
         self.bound = pipeline.bind(self.info)
         self._open = pipeline, self.bound  # with which a reset cache begins again
         use_kvframe_attention(model)
         self._attention = weakref.WeakSet(attention_modules(model))
         self.prefix_length = prefix_length
         self.suffix_length = pipeline.spec.protect.suffix if suffix_length is None else suffix_length
+        for name in ("prefix_length", "suffix_length"):
+            checked_lengths(getattr(self, name), name)
         self.needs = pipeline.needs if needs is None else needs
         self.compressed_layers = [CompressedLayer(self, self.needs) for _ in self.info.layer_ids]
         layers: list[Any] = DynamicCache(config=model.config).layers
@@ -341,9 +344,9 @@ class CompressedCache(Cache):
     def to(self, device: torch.device | str) -> CompressedCache:
         """Move all that the cache holds to a device, in place; move the model first. Of a model on several devices each
         layer's goes to its own, and `device` must be one of them. Returns the cache."""
-        from kvframe.hf.devices import move
+        from kvframe.hf.devices import move, usable
 
-        move(self, torch.device(device))
+        move(self, usable(device))
         return self
 
     def save(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -352,7 +355,7 @@ class CompressedCache(Cache):
         Raises InputError for a cache that has seen nothing, or a file that cannot be written."""
         from kvframe.hf.saved import save
 
-        save(self, Path(path), tokenizer)
+        save(self, path, tokenizer)
 
     def reset(self) -> None:
         """Forget everything, so that the cache can serve another prompt."""
@@ -366,7 +369,7 @@ class CompressedCache(Cache):
     def select(self, indices: Sequence[int] | Tensor) -> CompressedCache:
         """A cache of these batch rows alone, in this order; a row may come twice. This one stays as it is."""
         other = self.fork()
-        rows.select(other, torch.as_tensor(indices))
+        rows.select(other, indices)
         return other
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -375,8 +378,7 @@ class CompressedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each batch row comes `repeats` times, one behind the other."""
-        if self.valid is not None:
-            rows.select(self, torch.arange(len(self.valid)).repeat_interleave(repeats))
+        rows.repeat(self, repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these batch rows (numbers, or a mask), in this order. Raises InputError for rows that are not there, and
@@ -393,4 +395,4 @@ class CompressedCache(Cache):
 
         The next few tokens then count as drafts of an answer, not as a prompt. Raises InputError for a positive number,
         or for more columns than are still held exactly."""
-        rows.crop(self, -tokens_to_remove)
+        rows.crop(self, -whole_number("tokens_to_remove", tokens_to_remove))

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from kvframe.arguments import expect
 from kvframe.errors import ModelError
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -88,7 +89,9 @@ def find_checkpoint(name: str | Path) -> Checkpoint:
 
     Raises:
         ModelError: a path where there is nothing, or a file or folder that holds no model.
+        InputError: what is no name.
     """
+    expect("The name of a model", name, (str, Path), "a str or a pathlib.Path")
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

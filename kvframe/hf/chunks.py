@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvframe.arguments import expect
 from kvframe.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,6 +24,11 @@ def read_in_chunks(
     if not isinstance(chunk, int) or chunk < 2:
         # A single token is the first of an answer.
         raise InputError(f"chunk must be a whole number of at least 2 tokens, but is {chunk!r}.")
+    expect("model", model, nn.Module, "the cache's model")
+    expect("input_ids", input_ids, Tensor, "a tensor of whole numbers [B, T]")
+    expect("attention_mask", attention_mask, (Tensor, NoneType), "a tensor [B, T] or None")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise InputError(f"input_ids must be whole numbers (torch.int64), but are {input_ids.dtype}.")
     if input_ids.ndim != 2 or not input_ids.shape[1]:
         raise InputError(f"input_ids must be [B, T] with at least one column, but are {list(input_ids.shape)}.")
     new = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]

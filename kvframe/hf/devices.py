@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvframe.arguments import expect
 from kvframe.errors import InputError
 from kvframe.hf.info import layer_devices, model_info
 from kvframe.hf.layer import CompressedLayer
@@ -21,6 +22,18 @@ def finish(devices: Iterable[torch.device]) -> None:
     """Wait until these devices have done what they were given; the CPU has at once."""
     for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.synchronize(device)
+
+
+def usable(device: torch.device | str) -> torch.device:
+    """A device by its name. Raises InputError for one that cannot be used here."""
+    expect("device", device, (str, torch.device, int), "the name of a device, such as 'cpu' or 'cuda:0'")
+    try:
+        # Naming a device is not enough to know that it is there.
+        return torch.empty(0, device=device).device
+    # Without CUDA support torch raises an AssertionError.
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise InputError(f"device {device!r} cannot be used here ({reason}); pass another, such as 'cpu'.") from error
 
 
 def move(cache: CompressedCache, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from kvframe.arguments import expect
 from kvframe.errors import ModelError
 from kvframe.hf.reading import own_reading
 from kvframe.placement import on
@@ -44,7 +45,9 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 def model_info(model: PreTrainedModel) -> ModelInfo:
     """Geometry, RoPE and output weights of the compressible layers.
 
-    Raises ModelError, saying which part of the contract does not hold."""
+    Raises ModelError, saying which part of the contract does not hold, and InputError for what is no model."""
+    # Wrappers such as those of PEFT pass on what they are asked for.
+    expect("model", model, nn.Module, "a transformers model, as load_model returns with its tokenizer")
     if not getattr(model, "_supports_attention_backend", False):
         raise _unknown(model, "it does not take its attention function from transformers' AttentionInterface")
     layer_ids = compressible_layers(model)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvframe.errors import InputError
 from kvframe.hf.checkpoint import find_checkpoint
+from kvframe.hf.devices import usable
 from kvframe.hf.embedded import NAME, embedded_checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,7 +33,7 @@ def load_model(
         InputError: no such dtype or device.
     """
     dtype = _dtype(dtype)
-    target = _device(device)
+    target = usable(device)
     checkpoint = embedded_checkpoint() if name == NAME else find_checkpoint(name)
     model, tokenizer = checkpoint.read(dtype)
     tokenizer.padding_side = "left"
@@ -46,13 +47,3 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype | str:
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}; expected 'auto' or one of {', '.join(DTYPES)}.")
     return getattr(torch, dtype)
-
-
-def _device(device: str) -> torch.device:
-    try:
-        # Naming a device is not enough to know that it is there.
-        return torch.empty(0, device=device).device
-    # Without CUDA support torch raises an AssertionError.
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise InputError(f"device {device!r} cannot be used here ({reason}); pass another, such as 'cpu'.") from error

@@ -8,6 +8,7 @@ from operator import or_
 
 from transformers import PreTrainedModel
 
+from kvframe.arguments import expect
 from kvframe.budget import Lengths
 from kvframe.errors import InputError
 from kvframe.hf.cache import CompressedCache
@@ -21,6 +22,10 @@ class Prefill(CompressedCache):
     It observes what any of them needs and compresses nothing itself."""
 
     def __init__(self, model: PreTrainedModel, pipelines: Iterable[Pipeline], *, needs: Needs | None = None) -> None:
+        expect("pipelines", pipelines, Iterable, "a list of pipelines")
+        pipelines = list(pipelines)
+        for pipeline in pipelines:
+            expect("Each of the pipelines", pipeline, Pipeline, "what kvframe.load returns")
         needs = reduce(or_, (pipeline.needs for pipeline in pipelines), needs or Needs())
         super().__init__(load("identity"), model, needs=needs)
 
@@ -35,6 +40,7 @@ class Prefill(CompressedCache):
         if pipeline is None:
             other: CompressedCache = Prefill(self.live_model(), [], needs=self.needs)
         else:
+            expect("pipeline", pipeline, Pipeline, "what kvframe.load returns")
             if self.needs | pipeline.needs != self.needs:
                 raise InputError(
                     f"'{pipeline.name}' needs {pipeline.needs}, but this prefill observed {self.needs}; "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from kvframe.arguments import as_tensor, whole_number
 from kvframe.budget import row_lengths
 from kvframe.contracts import blaming
 from kvframe.errors import InputError
@@ -31,12 +33,21 @@ def check_step(cache: CompressedCache, batch: int) -> None:
         )
 
 
-def select(cache: CompressedCache, indices: Tensor) -> None:
+def repeat(cache: CompressedCache, repeats: int) -> None:
+    """Let each batch row come `repeats` times, one behind the other."""
+    if (times := whole_number("repeats", repeats)) < 1:
+        raise InputError(f"repeats must be at least 1, but is {times}.")
+    if cache.valid is not None:
+        select(cache, torch.arange(len(cache.valid)).repeat_interleave(times))
+
+
+def select(cache: CompressedCache, indices: Sequence[int] | Tensor) -> None:
     """Keep these batch rows of all that the cache holds. Everything that can fail is done before anything is
     changed."""
     if cache.valid is None or cache.positions is None:
         return
     batch = len(cache.valid)
+    indices = as_tensor("indices", indices, f"numbers of rows, or a mask of {batch}")
     whole = indices.dtype == torch.bool and indices.numel() == batch
     if not whole and (indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex()):
         raise InputError(

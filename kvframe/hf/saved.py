@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvframe import __version__
+from kvframe.arguments import expect
 from kvframe.artefact import rope_fingerprint, write_whole
 from kvframe.errors import InputError, KvframeError
 from kvframe.hf.info import layer_devices
@@ -36,8 +38,9 @@ BOOKS = ("compressions", "seconds", "tokens", "begun", "context", "allowed", "ke
 OTHER = ("cumulative_length", "is_initialized")
 
 
-def save(cache: CompressedCache, path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def save(cache: CompressedCache, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Write all that the cache holds. See CompressedCache.save."""
+    path = _checked(path, tokenizer)
     if cache.valid is None or cache.positions is None:
         raise InputError("There is nothing to save: the cache has not seen a prompt yet.")
     tensors: dict[str, Tensor] = {}
@@ -79,7 +82,7 @@ def load_cache(
 
     Raises InputError for a file that is missing, damaged, foreign or newer, or of another model, and what making a
     cache raises, such as for a plugin or a calibration that is missing."""
-    path = Path(path)
+    path = _checked(path, tokenizer)
     header, tensors = _read(path)
     try:
         pipeline = Pipeline(validate_spec(header["spec"], f"the spec in {path}"), header["name"])
@@ -95,6 +98,15 @@ def load_cache(
             f"{__version__} ({type(error).__name__}: {error}); make it anew."
         ) from error
     return cache
+
+
+def _checked(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Path:
+    """The path of a cache. Raises InputError for what is no path, or no tokenizer."""
+    expect("The path of a cache", path, (str, Path), "a str or a pathlib.Path")
+    # Whatever has a vocabulary will do.
+    if not hasattr(tokenizer, "get_vocab"):
+        expect("tokenizer", tokenizer, NoneType, "a tokenizer of transformers, or None")
+    return Path(path)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -233,6 +245,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Header and tensors, held against their checksum. The tensors are mapped: no memory is taken until it is read, and
     what two loads read is in memory once."""
     remedy = "make it anew with cache.save."
+    if path.is_dir():
+        raise InputError(f"The cache {path} cannot be read: it is a folder; name the file that cache.save wrote.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

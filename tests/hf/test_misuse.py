@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 import kvframe
 from kvframe.builtin.kernels import Reference
-from kvframe.errors import BudgetError, InputError, ModelError, StageError
+from kvframe.errors import BudgetError, InputError, KvframeError, ModelError, StageError
+from kvframe.hf import Prefill, load_model
 from kvframe.pipeline import Pipeline
 from kvframe.registry import registry
 from kvframe.types import Observation, Segments
@@ -112,6 +113,67 @@ def test_a_kernel_that_fails_is_named(llama):
     cache.reset()
     llama(**batch([40]), cache=cache)
     assert cache.report().tokens == (40,)
+
+
+COUNT = "must be a whole number of tokens, or one for each row, but is"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda p, m, c: kvframe.load(3), r"A pipeline's source must be the name of a spec .*, but is 3"),
+        (lambda p, m, c: kvframe.load("snapkv", ["a"]), r"overrides must be a mapping such as .*, but is \['a'\]"),
+        (lambda p, m, c: kvframe.load("snapkv", {3: 4}), r"A key of overrides must be a path of keys .*, but is 3"),
+        (lambda p, m, c: kvframe.load("./my.yaml"), r"no spec named './my.yaml'; a file is given as pathlib.Path\("),
+        (lambda p, m, c: Pipeline("snapkv"), r"spec must be a PipelineSpec \(kvframe.load makes .*, but is 'snapkv'"),
+        (lambda p, m, c: p.cache("smollm2"), "model must be a transformers model, .*, but is 'smollm2'"),
+        (lambda p, m, c: p.cache((m, None)), r"model must be a transformers model, .*, but is \(LlamaForCausalLM"),
+        (lambda p, m, c: p.cache(m, prefix_length="4"), f"prefix_length {COUNT} '4'"),
+        (lambda p, m, c: p.cache(m, prefix_length=1.5), f"prefix_length {COUNT} 1.5"),
+        (lambda p, m, c: p.cache(m, prefix_length=-1), "prefix_length must not be negative, but is -1"),
+        (lambda p, m, c: p.cache(m, suffix_length=[1, 2.5]), rf"suffix_length {COUNT} \[1, 2.5\]"),
+        (lambda p, m, c: p.cache(m, suffix_length=True), f"suffix_length {COUNT} True"),
+        (lambda p, m, c: c.compress(1.5), f"suffix_length {COUNT} 1.5"),
+        (lambda p, m, c: c.prefill(m, [1, 2, 3]), r"input_ids must be a tensor .*, but is \[1, 2, 3\]"),
+        (lambda p, m, c: c.prefill(m, torch.ones(2, 9)), "input_ids must be whole numbers .*, but are torch.float32"),
+        (lambda p, m, c: c.prefill("m", torch.ones(2, 9)), "model must be the cache's model, but is 'm'"),
+        (lambda p, m, c: c.prefill(m, torch.ones(2, 9).long(), [1]), r"attention_mask must be a tensor .* \[1\]"),
+        (lambda p, m, c: c.select("0"), "indices must be numbers of rows, or a mask of 2, but is '0'"),
+        (lambda p, m, c: c.select([7]), r"The rows of a cache of 2 are 0 to 1, but \[7\] are asked for"),
+        (lambda p, m, c: c.reorder_cache(None), "indices must be numbers of rows, or a mask of 2, but is None"),
+        (lambda p, m, c: c.batch_repeat_interleave(1.5), "repeats must be a whole number, but is 1.5"),
+        (lambda p, m, c: c.batch_repeat_interleave(0), "repeats must be at least 1, but is 0"),
+        (lambda p, m, c: c.crop(1.5), "tokens_to_remove must be a whole number, but is 1.5"),
+        (lambda p, m, c: c.crop(-1.0), "tokens_to_remove must be a whole number, but is -1.0"),
+        (lambda p, m, c: c.to("toaster"), "device 'toaster' cannot be used here .*; pass another"),
+        (lambda p, m, c: c.to(None), "device must be the name of a device, .*, but is None"),
+        (lambda p, m, c: c.save(3), "The path of a cache must be a str or a pathlib.Path, but is 3"),
+        (lambda p, m, c: c.save("x", "gpt2"), "tokenizer must be a tokenizer of transformers, or None, but is 'gpt2'"),
+        (lambda p, m, c: kvframe.load_cache(3, m), "The path of a cache must be a str or a pathlib.Path, but is 3"),
+        (lambda p, m, c: kvframe.load_cache("/", m), "The cache / cannot be read: it is a folder; name"),
+        (lambda p, m, c: Prefill(m, p), "pipelines must be a list of pipelines, but is Pipeline"),
+        (lambda p, m, c: Prefill(m, ["snapkv"]), "must be what kvframe.load returns, but is 'snapkv'"),
+        (lambda p, m, c: Prefill(m, []).fork("snapkv"), "pipeline must be what kvframe.load returns, but is 'snapkv'"),
+        (lambda p, m, c: load_model(3), "The name of a model must be a str or a pathlib.Path, but is 3"),
+        (lambda p, m, c: load_model("smollm2", device=3.5), "device must be the name of a device, .*, but is 3.5"),
+    ],
+)
+def test_arguments_of_a_wrong_type(llama, call, said):
+    pipeline = kvframe.load("identity", TOP_K)
+    cache = pipeline.cache(llama)
+    llama(**batch([30, 20]), cache=cache)
+    before = str(cache.report())
+    with pytest.raises(KvframeError, match=said) as error:
+        call(pipeline, llama, cache)
+    assert len(str(error.value).splitlines()) == 1
+    assert len(str(error.value)) < 400
+    assert str(cache.report()) == before
+    assert torch.equal(cache.compressed_layers[0].recent.keys[:, :, -1], llama_keys(llama, batch([30, 20])))
+
+
+def llama_keys(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The first layer's keys of the last column, without a compressing cache."""
+    return model(**inputs).past_key_values.layers[0].keys[:, :, -1]
 
 
 def test_gradients_are_refused(llama):
