@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvframe.errors import KvframeError, StageError
 from kvframe.stages import Encoder, Stage
-from kvframe.types import Encoded, Entries, LayerPlan, Observation, Plan, check_shape
+from kvframe.types import Encoded, Entries, Grades, LayerPlan, Observation, Plan, check_shape
 
 WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 # What says already what is wrong, or is no fault of the stage that it comes up in.
@@ -84,7 +84,7 @@ def writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def check_plan_fields(plan: Plan, observation: Observation, owner: str) -> None:
+def check_plan_fields(plan: Plan, observation: Observation, owner: str, grades: Grades | None = None) -> None:
     """Raise StageError unless each layer's tensors have the shapes, types and device that `execute` takes for granted.
     Which tokens may go where is `check_plan`'s."""
     _, batch, heads, tokens = observation.shape
@@ -105,6 +105,7 @@ def check_plan_fields(plan: Plan, observation: Observation, owner: str) -> None:
         if bool((layer.assignment >= tokens).any()):
             raise StageError(f"{where}.assignment holds {int(layer.assignment.max())}, but there are {tokens} tokens.")
         _check_optional(layer, (batch, heads, tokens), where)
+        _check_grade(layer, grades, where)
 
 
 def _check_optional(layer: LayerPlan, dense: tuple[int, ...], where: str) -> None:
@@ -121,6 +122,17 @@ def _check_optional(layer: LayerPlan, dense: tuple[int, ...], where: str) -> Non
     # NaN compares as False, so it is found too.
     if count is not None and not bool((count >= 1 - 1e-3).all()):
         raise StageError(f"{where}.multiplicity must be at least 1, but is {float(count.min()):.4g} at its smallest.")
+
+
+def _check_grade(layer: LayerPlan, grades: Grades | None, where: str) -> None:
+    if (layer.grade is None) != (grades is None):
+        wanted = "say which of the encoder's grades each entry has" if grades else "be None: the encoder has one grade"
+        raise StageError(f"{where}.grade must {wanted}.")
+    if layer.grade is not None and grades is not None:
+        check_shape(where, "grade", layer.grade, (int(layer.n_entries.sum()),))
+        known = (layer.grade >= 0) & (layer.grade < len(grades.price))
+        if layer.grade.dtype not in WHOLE_NUMBERS or not bool(known.all()):
+            raise StageError(f"{where}.grade must hold whole numbers from 0 to {len(grades.price) - 1}.")
 
 
 def check_states(states: Sequence[Any], observation: Observation, encoder: Encoder) -> None:

@@ -8,17 +8,18 @@ from torch import Tensor
 from kvframe.errors import StageError
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.rope import Rope
-from kvframe.types import Entries, LayerObservation, LayerPlan, Observation, Plan, check_shape
+from kvframe.types import Entries, Grades, LayerObservation, LayerPlan, Observation, Plan, check_shape
 
 
-def check_plan(plan: Plan, observation: Observation, budget: Tensor, owner: str) -> None:
+def check_plan(plan: Plan, observation: Observation, budget: Tensor, owner: str, grades: Grades | None = None) -> None:
     """Raise StageError unless the plan is valid: shapes, dense entry ids, only body tokens assigned, within budget.
 
-    `budget` is int64 `[B]`; `owner` names the allocator in the message."""
+    `budget` is int64 `[B]`, in entries, of the dearest grade if there are `grades`; `owner` names the allocator in the
+    message."""
     layers, batch, heads, tokens = observation.shape
     if len(plan.layers) != layers:
         raise StageError(f"{owner} planned {len(plan.layers)} layers, but {layers} are compressed.")
-    spent = torch.zeros_like(budget)
+    spent = torch.zeros_like(budget, dtype=torch.float64)
     for index, layer in enumerate(plan.layers):
         check_shape(f"{owner}: plan.layers[{index}]", "assignment", layer.assignment, (batch, heads, tokens))
         check_shape(f"{owner}: plan.layers[{index}]", "n_entries", layer.n_entries, (batch, heads))
@@ -32,10 +33,12 @@ def check_plan(plan: Plan, observation: Observation, budget: Tensor, owner: str)
             raise StageError(
                 f"{owner}: entry ids of layer {index} must be 0..n_entries-1, each with at least one token."
             )
-        spent += layer.n_entries.sum(-1)
-    if bool((spent > budget).any()):
+        spent += layer.n_entries.sum(-1) if grades is None else grades.cost(layer)
+    # Prices are fractions, which are added up in another order here.
+    if bool((spent > budget * (1 + 1e-9)).any()):
         row = int((spent - budget).argmax())
-        raise StageError(f"{owner} made {int(spent[row])} entries for row {row}, but the budget is {int(budget[row])}.")
+        made = f"{int(spent[row])} entries" if grades is None else f"entries that cost {spent[row]:.1f}"
+        raise StageError(f"{owner} made {made} for row {row}, but the budget is {int(budget[row])}.")
 
 
 def execute(plan: LayerPlan, layer: LayerObservation, positions: Tensor, rope: Rope) -> Entries:

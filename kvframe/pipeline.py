@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvframe import grading
 from kvframe.arguments import expect
 from kvframe.budget import Lengths
 from kvframe.contracts import Untouched, blaming, check_encoded, check_plan_fields, check_states
@@ -21,8 +22,20 @@ from kvframe.placement import gathered, on, spread
 from kvframe.ragged import append_part
 from kvframe.spec import PipelineSpec, read_spec
 from kvframe.split import QUERIES
-from kvframe.stages import Stage
-from kvframe.types import Encoded, Entries, LayerPlan, ModelInfo, Needs, Observation, Part, Plan, Segments, check_shape
+from kvframe.stages import Encoder, Stage
+from kvframe.types import (
+    Encoded,
+    Entries,
+    Grades,
+    LayerPlan,
+    ModelInfo,
+    Needs,
+    Observation,
+    Part,
+    Plan,
+    Segments,
+    check_shape,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,31 +84,42 @@ class Pipeline:
             return (self,)
         return tuple(Pipeline(self.spec.model_copy(update={"encoder": each}), self.name) for each in encoders)
 
+    @cached_property
+    def encoders(self) -> tuple[Encoder, ...]:
+        """The encoder, or those of its grades, the cheapest first."""
+        return tuple(self.spec.encoder.grades())
+
     def bind(self, model: ModelInfo) -> Any:
         """Let every stage check the model; return what the encoder loaded for it, for each of several `variants` by
         itself. Raises what the stages raise."""
         if len(self.variants) > 1:
             return [variant.bind(model) for variant in self.variants]
-        bound = {}
         for stage in self.stages:
-            with blaming(stage):
-                bound[stage.kind] = stage.bind(model)
-        return bound["encoder"]
+            if stage is not self.spec.encoder:
+                with blaming(stage):
+                    stage.bind(model)
+        return grading.bind(self.encoders, model)
 
     def entry_bits(self, model: ModelInfo, itemsize: int) -> float:
-        """Bits that one entry of the body costs: the encoder's, and the metadata that must be held with it."""
+        """Bits that one entry of the body costs, of the dearest grade."""
+        return self.grade_bits(model, itemsize)[-1]
+
+    def grade_bits(self, model: ModelInfo, itemsize: int) -> tuple[float, ...]:
+        """Bits that one entry of the body costs in each grade: the encoder's, and the metadata held with it."""
         with blaming(self.spec.encoder):
-            bits = self.spec.encoder.bits_per_entry(model, itemsize)
-        return bits + 32 * self.spec.allocator.merges + 32 * self.holds_positions
+            coded = [encoder.bits_per_entry(model, itemsize) for encoder in self.encoders]
+            position = self.spec.encoder.position_bits(model) if self.holds_positions else 0
+        return tuple(bits + 32 * self.spec.allocator.merges + position for bits in coded)
 
     @property
     def holds_positions(self) -> bool:
         """Whether the body's entries keep their positions: for decoding, or to be grouped again."""
         return self.spec.encoder.uses_positions or self.spec.allocator.regroups
 
-    def plan(self, observation: Observation, budget: Tensor) -> Plan:
-        """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate. Raises StageError, naming
-        the stage, if one fails or returns what its contract forbids."""
+    def plan(self, observation: Observation, budget: Tensor, grades: Grades | None = None) -> Plan:
+        """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate; `grades` are those that
+        the encoder offers for single entries, None = only one. Raises StageError, naming the stage, if one fails or
+        returns what its contract forbids."""
         spec, untouched = self.spec, Untouched(observation, budget=budget)
         with blaming(spec.segmenter):
             segments = returned(spec.segmenter, spec.segmenter.segment(observation), Segments)
@@ -118,12 +142,16 @@ class Pipeline:
             )
         untouched = Untouched(observation, budget=budget, scores=scores, segments=segments.ids)
         with blaming(spec.allocator):
-            plan = returned(spec.allocator, spec.allocator.allocate(observation, segments, scores, budget), Plan)
+            if grades is None:
+                plan = spec.allocator.allocate(observation, segments, scores, budget)
+            else:
+                plan = spec.allocator.allocate_graded(observation, segments, scores, budget, grades)
+            plan = returned(spec.allocator, plan, Plan)
             untouched.check(spec.allocator)
-            check_plan_fields(plan, observation, f"allocator '{spec.allocator.name}'")
+            check_plan_fields(plan, observation, f"allocator '{spec.allocator.name}'", grades)
             body = observation.model.layers * observation.model.kv_heads * observation.body.sum(1)
             limit = body if spec.allocator.keeps_all else budget
-            check_plan(plan, observation, limit, f"allocator '{spec.allocator.name}'")
+            check_plan(plan, observation, limit, f"allocator '{spec.allocator.name}'", grades)
         return plan
 
     def run(
@@ -141,7 +169,7 @@ class Pipeline:
         returned. Raises StageError, naming the stage, if one fails, returns what its contract forbids or writes into
         what it was given."""
         plan, states = self._decide(gathered(observation), budget, states, bound)
-        encoder, rope = self.spec.encoder, observation.model.rope
+        rope = observation.model.rope
         devices = [layer.keys.device for layer in observation.layers]
         states = spread(states, devices)
         layers = []
@@ -151,14 +179,15 @@ class Pipeline:
             if sinks is not None and bool(sinks.any()):
                 kept = LayerPlan.keep(on(sinks, device)[:, None].expand(observation.shape[1:]))
                 parts = (exact_part(execute(kept, layer, positions, rope)),)
-            entries = execute(on(plan.layers[index], device), layer, positions, rope)
-            if len(entries.keys):
-                if not self.holds_positions:
-                    entries = replace(entries, positions=None)
+            planned = on(plan.layers[index], device)
+            entries = execute(planned, layer, positions, rope)
+            if not self.holds_positions:
+                entries = replace(entries, positions=None)
+            for encoder, some, state in grading.by_grade(planned, entries, self.encoders, states[index]):
                 with blaming(encoder):
-                    encoded = returned(encoder, encoder.encode(entries, states[index]), Encoded)
-                    check_encoded(encoded, entries, encoder)
-                    parts = append_part(parts, Part(encoded, encoder, states[index]))
+                    encoded = returned(encoder, encoder.encode(some, state), Encoded)
+                    check_encoded(encoded, some, encoder)
+                    parts = append_part(parts, Part(encoded, encoder, state))
             layers.append(parts)
         return Compressed(tuple(layers), plan, states)
 
@@ -166,13 +195,19 @@ class Pipeline:
         self, observation: Observation, budget: Tensor, states: Sequence[Any] | None, bound: Any
     ) -> tuple[Plan, Sequence[Any]]:
         """The plan, and the encoder's states, one a layer."""
-        plan = self.plan(observation, budget)
-        encoder, untouched = self.spec.encoder, Untouched(observation)
+        encoder, untouched, first = self.spec.encoder, Untouched(observation), states is None
         with blaming(encoder):
-            states = encoder.fit(observation, bound) if states is None else states
+            states = grading.fit(self.encoders, observation, bound) if states is None else states
             untouched.check(encoder)
             check_states(states, observation, encoder)
-        return plan, states
+        if len(self.encoders) == 1:
+            return self.plan(observation, budget), states
+        bits = self.grade_bits(observation.model, observation.layers[0].keys.element_size())
+        grades = grading.grades(self.encoders, states, bits)
+        # What comes later joins blocks that are there, and fills them.
+        block = grades.block if first else 1
+        grades = replace(grades, error=grades.error.to(observation.valid.device), block=block)
+        return self.plan(observation, budget, grades), states
 
     def cache(
         self, model: PreTrainedModel, prefix_length: Lengths = 0, suffix_length: Lengths | None = None

@@ -5,19 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvframe.types import Encoded, Part
+from kvframe.types import Encoded, Entries, Part
 
 
 def append_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
-    """Return `parts` with `new` behind them, joined to the last one if their encoder can do it: fewer parts mean fewer
-    kernel calls a step. What has positions does not join what has none."""
-    last = parts[-1] if parts else new
-    alike = last.encoder == new.encoder and last.state is new.state
-    if parts and alike and (last.encoded.positions is None) == (new.encoded.positions is None):
-        joined = new.encoder.join(parts[-1].encoded, new.encoded, new.state)
-        if joined is not None:
-            return (*parts[:-1], Part(joined, new.encoder, new.state))
+    """Return `parts` with `new` among them, joined to the last one like it if their encoder can do it: fewer parts mean
+    fewer kernel calls a step. What has positions does not join what has none."""
+    for index in reversed(range(len(parts))):
+        old = parts[index]
+        alike = old.encoder == new.encoder and old.state is new.state
+        if alike and (old.encoded.positions is None) == (new.encoded.positions is None):
+            joined = new.encoder.join(old.encoded, new.encoded, new.state)
+            if joined is not None:
+                return (*parts[:index], Part(joined, new.encoder, new.state), *parts[index + 1 :])
     return (*parts, new)
+
+
+def pick_rows(entries: Entries, kept: Tensor) -> Entries:
+    """The entries where `kept` (bool `[N]`) is True."""
+    before = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
+    optional = {name: getattr(entries, name) for name in ("log_multiplicity", "positions")}
+    picked = {name: None if tensor is None else tensor[kept] for name, tensor in optional.items()}
+    return Entries(before[entries.offsets], entries.keys[kept], entries.values[kept], **picked)
 
 
 def join_rows(first: Encoded, second: Encoded) -> Encoded:

@@ -147,7 +147,7 @@ class PipelineSpec(BaseModel):
     @model_validator(mode="after")
     def _stages_fit(self) -> PipelineSpec:
         allocator, encoder = self.allocator, self.encoder
-        if encoder.joins_heads != 1 and allocator.ragged:
+        if encoder.joins_heads != 1 and not allocator.agrees:
             joined = "all" if encoder.joins_heads == 0 else str(encoder.joins_heads)
             raise ValueError(
                 f"encoder '{encoder.name}' codes {joined} KV heads jointly, but allocator '{allocator.name}' may keep "
@@ -164,6 +164,15 @@ class PipelineSpec(BaseModel):
             raise ValueError(
                 f"encoder '{encoder.name}' leaves its width open, which says how bytes are split between entries and "
                 "bits, but the budget is not one of bytes; set budget: {ratio: 8, of: bytes}, or one width"
+            )
+        if len(encoder.grades()) > 1 and (not allocator.chooses_grades or self.budget.counts_entries):
+            wrong = (
+                "the budget is not one of bytes; set budget: {ratio: 8, of: bytes}"
+                if allocator.chooses_grades
+                else f"allocator '{allocator.name}' does not choose among them; choose one that does, such as 'graded'"
+            )
+            raise ValueError(
+                f"encoder '{encoder.name}' offers several grades for each entry, but {wrong}, or one width"
             )
         if allocator.keeps_all and self.budget.ratio != 1:
             raise ValueError(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvframe.errors import StageError
 from kvframe.ragged import join_rows
-from kvframe.types import Encoded, Entries, ModelInfo, Needs, Observation, Part, Plan, Regrouping, Segments
+from kvframe.types import Encoded, Entries, Grades, ModelInfo, Needs, Observation, Part, Plan, Regrouping, Segments
 
 
 class Stage(BaseModel, ABC):
@@ -80,6 +80,7 @@ class Allocator(Stage):
         merges: an entry may stand for several tokens.
         streams: may run again on each block of tokens that leaves the recent window while decoding.
         keeps_all: ignores the budget and keeps every token.
+        chooses_grades: may code each entry with a grade of its own, by `allocate_graded`.
     """
 
     kind: ClassVar[str] = "allocator"
@@ -87,12 +88,26 @@ class Allocator(Stage):
     merges: ClassVar[bool] = True
     streams: ClassVar[bool] = False
     keeps_all: ClassVar[bool] = False
+    chooses_grades: ClassVar[bool] = False
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all heads of a layer get the same tokens, so that they can be coded together. Default: if it is not
+        ragged."""
+        return not self.ragged
 
     @abstractmethod
     def allocate(self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor) -> Plan:
         """Return the plan. `scores` are `[L, B, H, T]` with 0 outside the body; `budget` int64 `[B]` is the number of
         entries that each batch row may have over all layers and heads. Only tokens of `observation.body` may be
         assigned: core keeps the protected ones itself."""
+
+    def allocate_graded(
+        self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor, grades: Grades
+    ) -> Plan:
+        """As `allocate`, for an encoder that offers several grades: every LayerPlan says the `grade` of its entries.
+        `budget` counts entries of the dearest grade; what a plan costs is `Grades.cost`."""
+        raise NotImplementedError(f"{self.name} says that it chooses grades, but has no method allocate_graded")
 
     @property
     def regroups(self) -> bool:
@@ -123,11 +138,26 @@ class Encoder(Stage):
         """Whether decoding needs the entries' positions, so that they must be held."""
         return False
 
+    def position_bits(self, model: ModelInfo) -> float:
+        """Declared bits of an entry's position where positions must be held. Default: 32; fewer for an encoder that
+        packs them among its codes."""
+        return 32.0
+
     def widths(self) -> Sequence[Encoder]:
         """The encoders to choose among where the spec leaves the width open: this one with different bits. Under a
         budget of bytes core tries each on the prompt and keeps the one that attention errs least with. Default: this
         one."""
         return (self,)
+
+    def grades(self) -> Sequence[Encoder]:
+        """The encoders among which an allocator may choose for each single entry: this one with different bits, the
+        cheapest first. Entries of one grade are coded together, and apart from the others. Default: this one."""
+        return (self,)
+
+    def error(self, state: Any) -> float:
+        """The share (0 to 1) of what an entry says to attention that coding it loses, by which an allocator weighs a
+        grade against dropping the entry. Needed of an encoder with several grades. Default: 0."""
+        return 0.0
 
     @property
     def joins_heads(self) -> int:

@@ -231,6 +231,7 @@ class LayerPlan:
         multiplicity: fp32 `[N]`, between 1 and the group's size; None = the group's size.
         positions: int32 `[N]`; None = rounded mean of the tokens' positions.
         align_rope: pool keys before RoPE and rotate them to the entry's position; else pool them as cached.
+        grade: int64 `[N]`, which of the encoder's `Grades` each entry is coded with; None = it has only one.
     """
 
     assignment: Tensor
@@ -240,12 +241,18 @@ class LayerPlan:
     multiplicity: Tensor | None = None
     positions: Tensor | None = None
     align_rope: bool = True
+    grade: Tensor | None = None
 
     @classmethod
     def keep(cls, kept: Tensor) -> LayerPlan:
         """The plan that keeps the tokens where `kept` (bool `[B, H, T]`) is True, each as an entry of its own."""
         order = kept.cumsum(-1, dtype=torch.int32) - 1
         return cls(torch.where(kept, order, order.new_tensor(-1)), kept.sum(-1))
+
+    @classmethod
+    def graded(cls, grade: Tensor) -> LayerPlan:
+        """The plan that codes each token with its grade (int64 `[B, H, T]`), as an entry of its own; -1 = dropped."""
+        return replace(cls.keep(grade >= 0), grade=grade[grade >= 0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +261,44 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     notes: tuple[str, ...] = ()
+
+    def ungraded(self) -> Plan:
+        """The same for an encoder that has one grade only."""
+        return replace(self, layers=tuple(replace(layer, grade=None) for layer in self.layers))
+
+
+@dataclass(frozen=True, eq=False)
+class Grades:
+    """What an encoder offers for single entries, from the cheapest on.
+
+    Attributes:
+        price: bits of an entry, as a share of the dearest's: the last is 1. A budget of entries counts these.
+        error: fp32 `[L, G]`, the share (0 to 1) of what an entry says that coding it loses.
+        block: rows of a head and grade that are coded together; the last block costs as much as a full one.
+    """
+
+    price: tuple[float, ...]
+    error: Tensor
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        check_shape("Grades", "error", self.error, (None, len(self.price)))
+
+    @classmethod
+    def single(cls, observation: Observation) -> Grades:
+        """The only grade of an encoder without several."""
+        return cls((1.0,), torch.zeros(len(observation.layers), 1, device=observation.valid.device))
+
+    def cost(self, plan: LayerPlan) -> Tensor:
+        """What a layer's entries cost, fp64 `[B]`, in entries of the dearest grade."""
+        if plan.grade is None:
+            return plan.n_entries.sum(-1).double()
+        batch, heads = plan.n_entries.shape
+        pair = torch.arange(batch * heads, device=plan.grade.device).repeat_interleave(plan.n_entries.flatten())
+        places = pair * len(self.price) + plan.grade
+        count = torch.bincount(places, minlength=batch * heads * len(self.price)).view(batch, heads, -1)
+        price = torch.tensor(self.price, dtype=torch.float64, device=count.device)
+        return (-(-count // self.block) * self.block * price).sum((1, 2))
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,10 +80,11 @@ def facts(stage: Stage) -> list[tuple[str, str]]:
     found = [("needs", needs_text(stage.needs))]
     if isinstance(stage, Allocator):
         flags = {
-            "heads of a layer may keep different entries": stage.ragged,
+            "heads of a layer may keep different entries": not stage.agrees,
             "entries may stand for several tokens": stage.merges,
             "runs again on blocks while decoding": stage.streams,
             "keeps every token": stage.keeps_all,
+            "chooses among the encoder's grades": stage.chooses_grades,
         }
         found.append(("flags", "; ".join(f"{text}: {'yes' if flag else 'no'}" for text, flag in flags.items())))
     if isinstance(stage, Encoder):

@@ -126,9 +126,11 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def _layer(layer: CompressedLayer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    encoders = layer.cache.pipeline.encoders
     parts = [
         {
-            "exact": part.encoder != layer.cache.pipeline.spec.encoder,
+            "exact": part.encoder not in encoders,
+            "grade": encoders.index(part.encoder) if part.encoder in encoders else 0,
             "encoded": flatten(
                 {
                     "offsets": part.encoded.offsets,
@@ -164,8 +166,8 @@ def _other(layer: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Give a fresh cache what stands in the file."""
-    encoder, devices = cache.pipeline.spec.encoder, layer_devices(cache.live_model())
-    package, own = type(encoder).__module__.partition(".")[0], [devices[index] for index in cache.info.layer_ids]
+    encoders, devices = cache.pipeline.encoders, layer_devices(cache.live_model())
+    package, own = type(encoders[0]).__module__.partition(".")[0], [devices[index] for index in cache.info.layer_ids]
 
     def read(data: Any, device: torch.device = own[0]) -> Any:
         return on(unflatten(data, tensors, package), device)
@@ -187,7 +189,7 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
             _restore_other(layer, read(held["other"], devices[index]))
             continue
         state = () if cache.states is None else cache.states[cache.info.layer_ids.index(index)]
-        parts = tuple(_part(part, read(part["encoded"], devices[index]), encoder, state) for part in held["parts"])
+        parts = tuple(_part(part, read(part["encoded"], devices[index]), encoders, state) for part in held["parts"])
         watched = (read(held[name], devices[index]) for name in ("recent", "queries", "outputs"))
         layer.restore(parts, held["seen"], *watched)
     for tail, pieces in zip(cache.watch.tails(), read(header["watch"]), strict=True):
@@ -198,11 +200,14 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
     cache.note_validity()
 
 
-def _part(held: dict[str, Any], encoded: dict[str, Any], encoder: Any, state: Any) -> Part:
+def _part(held: dict[str, Any], encoded: dict[str, Any], encoders: tuple[Any, ...], state: Any) -> Part:
     from kvframe.builtin.encoders import Dense
 
     codes = Encoded(format=held["format"], dtype=getattr(torch, held["dtype"]), **encoded)
-    return Part(codes, Dense()) if held["exact"] else Part(codes, encoder, state)
+    if held["exact"]:
+        return Part(codes, Dense())
+    grade = held.get("grade", 0)  # files of 0.1 have none
+    return Part(codes, encoders[grade], state if len(encoders) == 1 else state[grade])
 
 
 def _restore_other(layer: Any, held: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragge
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.ops.select_top import select_top
 from kvframe.ops.soft_matching import soft_matching
+from kvframe.ops.spend_grades import spend_grades
 
 __all__ = [
     "IntervalTables",
@@ -26,4 +27,5 @@ __all__ = [
     "segment_pool",
     "select_top",
     "soft_matching",
+    "spend_grades",
 ]

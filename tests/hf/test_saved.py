@@ -32,6 +32,15 @@ CASES = {
     "sliding": ("gemma3", ADA),
     "watched": ("llama", {**ADA, "segmenter": "gracekv.curvature"}),
     "merged": ("llama", {**TOP_K, "segmenter": "chunks", "allocator": "centroidkv.soft_matching"}),
+    "graded": (
+        "llama",
+        {
+            **ADA,
+            "allocator": "graded",
+            "budget": {"ratio": 4, "of": "bytes"},
+            "encoder": {"name": "aatc.transform", "calibration": "prompt", "offers": [1, 2, 4]},
+        },
+    ),
     "fitted": (
         "llama",
         {**ADA, "encoder": {"name": "aatc.transform", "calibration": "prompt", "joint_heads": 1, "key_bits": 4}},

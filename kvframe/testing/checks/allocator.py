@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvframe.contracts import check_plan_fields
 from kvframe.execute import check_plan, execute
 from kvframe.testing.case import Case, arguments, cases_for, invoke
 from kvframe.testing.law import expect, law
 from kvframe.testing.numerics import FP32, sum_tolerance
-from kvframe.types import LayerPlan, Plan
+from kvframe.types import Grades, LayerPlan, Plan
 
 PLENTY = 1 << 32
 
@@ -26,12 +28,22 @@ def _blocks(stage: Any) -> Any:
     return cases_for(stage, starts=(0, 1, 100), lengths=(1, 4, 7, 16))
 
 
+def _graded(stage: Any) -> Any:
+    offers = st.sampled_from([(0.25, 0.5, 1.0), (0.3, 1.0)])
+    blocks = st.sampled_from([1, 4, 32])
+    return st.tuples(cases_for(stage), st.builds(_grades, offers, blocks))
+
+
+def _grades(price: tuple[float, ...], block: int) -> Grades:
+    return Grades(price, torch.tensor([[0.25**number for number in range(1, len(price) + 1)]]), block)
+
+
 def _two_budgets(stage: Any) -> Any:
     return st.tuples(cases_for(stage), st.integers(1, 8))
 
 
 def _not_ragged(stage: Any) -> bool:
-    return not stage.ragged
+    return bool(stage.agrees)
 
 
 def _not_merging(stage: Any) -> bool:
@@ -44,6 +56,10 @@ def _merging(stage: Any) -> bool:
 
 def _streaming(stage: Any) -> bool:
     return bool(stage.streams)
+
+
+def _grading(stage: Any) -> bool:
+    return bool(stage.chooses_grades)
 
 
 def _spending(stage: Any) -> bool:
@@ -70,6 +86,12 @@ def entry_sums(layer: LayerPlan, weight: Tensor) -> Tensor:
     kept = flat >= 0
     total = torch.zeros(int(layer.n_entries.sum()), dtype=torch.float64)
     return total.index_add_(0, (flat + offsets[:, None])[kept], weight.flatten(0, 1)[kept].double())
+
+
+def per_head(layer: LayerPlan) -> list[slice]:
+    """Where the entries of each (b, h) stand among all."""
+    ends = [0, *layer.n_entries.reshape(-1).cumsum(0).tolist()]
+    return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
 @law("allocator", _cases)
@@ -155,7 +177,7 @@ def entries_stand_among_their_tokens(stage: Any, case: Case) -> None:
 
 @law("allocator", _cases, applies=_not_ragged)
 def heads_agree_as_declared(stage: Any, case: Case) -> None:
-    """An allocator with `ragged = False` gives all heads of a layer the same entries."""
+    """An allocator that `agrees` (by default one with `ragged = False`) gives all heads of a layer the same entries."""
     for index, layer in enumerate(invoke(stage, arguments(stage, case)).layers):
         same = (layer.assignment == layer.assignment[:, :1]).all()
         expect(same, "the same assignment in all heads", f"different ones in layer {index}; set ragged = True")
@@ -184,6 +206,26 @@ def blocks_are_allocated_as_declared(stage: Any, case: Case) -> None:
     given = arguments(stage, case)
     limit = torch.full_like(case.budget, PLENTY) if stage.keeps_all else case.budget
     check_plan(invoke(stage, given), given[0], limit, f"allocator '{stage.name}'")
+
+
+@law("allocator", _graded, applies=_grading)
+def grades_stay_within_budget(stage: Any, drawn: tuple[Case, Grades]) -> None:
+    """An allocator with `chooses_grades = True` says the grade of every entry, one of those that are offered, and what
+    they cost, whole blocks, is within the budget."""
+    case, grades = drawn
+    given = arguments(stage, case)
+    layers = len(given[0].layers)
+    offered = replace(grades, error=grades.error.expand(layers, -1))
+    plan = stage.allocate_graded(*given, offered)
+    owner = f"allocator '{stage.name}'"
+    check_plan_fields(plan, given[0], owner, offered)
+    check_plan(plan, given[0], case.budget, owner, offered)
+    if stage.agrees:
+        for index, layer in enumerate(plan.layers):
+            heads = layer.n_entries.shape[1]
+            found = [[] if layer.grade is None else layer.grade[at].tolist() for at in per_head(layer)]
+            same = all(grade == found[place - place % heads] for place, grade in enumerate(found))
+            expect(same, "the same grades in all heads", f"different ones in layer {index}")
 
 
 @law("allocator", _two_budgets)

@@ -14,6 +14,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from kvframe.budget import total_entries
 from kvframe.builtin.encoders import Dense
 from kvframe.calibration import PROMPT, CalibratedEncoder
 from kvframe.errors import KvframeError
@@ -98,7 +99,7 @@ def small(pipeline: Pipeline, **changes: Any) -> Pipeline:
     )
     update = {
         "protect": protect,
-        "budget": Budget(ratio=spec.budget.ratio or 2),
+        "budget": Budget(ratio=spec.budget.ratio or 2, of="bytes" if len(pipeline.encoders) > 1 else "entries"),
         "decode": Decode(flush=None if flush is None else min(flush, FLUSH)),
         **changes,
     }
@@ -116,7 +117,8 @@ def _new_cache(pipeline: Pipeline, batch: Batch, model: Any) -> Any:
             assume(False)
     fits = encoder.model_copy(update={"calibration": PROMPT})
     made = Pipeline(pipeline.spec.model_copy(update={"encoder": fits}), pipeline.name).cache(model)
-    made.begin_with(_calibrated(fits, batch.family))
+    states = [_calibrated(grade, batch.family) for grade in made.pipeline.encoders]
+    made.begin_with(states[0] if len(states) == 1 else list(zip(*states, strict=True)))
     return made
 
 
@@ -295,20 +297,41 @@ def _spending(pipeline: Pipeline) -> bool:
     return not pipeline.spec.allocator.keeps_all
 
 
-def _within(session: Session, ratio: float, regions: int) -> None:
-    """Entries of each row, over all layers and heads, exact ones included, against tokens / ratio."""
+def _prices(cache: Any) -> dict[Any, float]:
+    """What an entry of each of several grades costs, as a share of the dearest's; nothing if there is only one."""
+    bits = cache.pipeline.grade_bits(cache.info, cache.compressed_layers[0].recent.keys.element_size())
+    return {} if len(bits) == 1 else {e: b / bits[-1] for e, b in zip(cache.pipeline.encoders, bits, strict=True)}
+
+
+def _as_asked(pipeline: Pipeline, report: Any, ratio: float) -> bool:
+    """Whether as many entries are left as the ratio allows, or as it is not for these to say: all are kept, or some are
+    coarser than others."""
+    free = pipeline.spec.allocator.keeps_all or len(pipeline.encoders) > 1
+    return free or bool(report.entry_ratio >= ratio * (1 - 1e-9))
+
+
+def _within(session: Session, suffix: int) -> None:
+    """What each row's entries cost, over all layers and heads, exact ones included, against what the budget allows."""
     held_by = session.cache
     units, batch = held_by.info.layers * held_by.info.kv_heads, len(session.batch.lengths)
-    held = units * held_by.valid.sum(1)
+    held = (units * held_by.valid.sum(1)).double()
+    price = _prices(held_by)
     for layer in held_by.compressed_layers:
         for part in layer.parts:
-            held = held + part.encoded.offsets.diff().reshape(batch, -1).sum(1)
-    seen = session.mask.sum(1)
+            count = part.encoded.offsets.diff().reshape(batch, -1)
+            if (each := price.get(part.encoder)) is not None:
+                count = -(-count // part.encoder.block) * part.encoder.block * each
+            held = held + count.sum(1)
     # The suffix is not charged; answer tokens that still stand in the recent window are not yet compressed.
-    allowed = (units * (seen - regions) / ratio).floor() + units * regions
-    expect(
-        (held <= allowed).all(), f"at most {allowed.tolist()} entries for {seen.tolist()} tokens", f"{held.tolist()}"
+    spec, context = held_by.pipeline.spec, session.mask.sum(1) - suffix
+    itemsize, bits = held_by.compressed_layers[0].recent.keys.element_size(), held_by.pipeline.entry_bits
+    charged = context.clamp_max(spec.protect.sink + spec.protect.recent)
+    total = total_entries(
+        spec.budget, units * context, units * charged, held_by.info, itemsize, bits(held_by.info, itemsize)
     )
+    allowed = total + units * suffix
+    found = f"{held.tolist()}"
+    expect((held <= allowed + 1e-6).all(), f"at most {allowed.tolist()} for {context.tolist()} tokens", found)
 
 
 @law("pipeline", batches, applies=_spending, weight=0.15)
@@ -318,10 +341,11 @@ def budget_is_respected(pipeline: Pipeline, batch: Batch) -> None:
     pipeline = small(pipeline)
     session = Session(pipeline, batch)
     ratio = float(pipeline.spec.budget.ratio or 1)
-    _within(session, ratio, pipeline.spec.protect.suffix)
+    _within(session, pipeline.spec.protect.suffix)
     report = session.cache.report()
-    expect(report.requested_ratio >= ratio * (1 - 1e-9), f"a requested ratio of {ratio}", str(report.requested_ratio))
-    kept = report.entry_ratio >= report.requested_ratio * (1 - 1e-9)
+    asked = report.requested_ratio >= ratio * (1 - 1e-9) or not pipeline.spec.budget.counts_entries
+    expect(asked, f"a requested ratio of {ratio}", str(report.requested_ratio))
+    kept = _as_asked(pipeline, report, report.requested_ratio)
     expect(kept, f"a ratio of at least {report.requested_ratio}", str(report.entry_ratio))
 
 
@@ -350,7 +374,7 @@ def flushing_stays_within_budget(pipeline: Pipeline, batch: Batch) -> None:
         expect(exact <= protect.recent + protect.suffix + FLUSH, f"at most {protect.recent} recent tokens, the suffix "
                f"and a block of {FLUSH}", f"{exact} at step {step}")  # fmt: skip
         report = session.cache.report()
-        kept = pipeline.spec.allocator.keeps_all or report.entry_ratio >= float(pipeline.spec.budget.ratio or 1) - 1e-9
+        kept = _as_asked(pipeline, report, float(pipeline.spec.budget.ratio or 1))
         expect(kept, f"a ratio of at least {pipeline.spec.budget.ratio}", f"{report.entry_ratio} at step {step}")
 
 
@@ -367,7 +391,7 @@ def a_second_prompt_is_compressed(pipeline: Pipeline, batch: Batch) -> None:
     report = session.cache.report()
     seen = tuple(length + 3 + 24 + 1 for length in batch.lengths)
     expect(report.tokens == seen, f"{seen} tokens seen", str(report.tokens))
-    kept = pipeline.spec.allocator.keeps_all or report.entry_ratio >= float(pipeline.spec.budget.ratio or 1) - 1e-9
+    kept = _as_asked(pipeline, report, float(pipeline.spec.budget.ratio or 1))
     expect(kept, f"a ratio of at least {pipeline.spec.budget.ratio}", str(report.entry_ratio))
 
 
@@ -377,5 +401,5 @@ def tiny_prompts_are_served(pipeline: Pipeline, batch: Batch) -> None:
     pipeline = small(pipeline, protect=Protect(sink=0, recent=0), decode=Decode())
     session = Session(pipeline, batch)
     if not pipeline.spec.allocator.keeps_all:
-        _within(session, float(pipeline.spec.budget.ratio or 1), 0)
+        _within(session, 0)
     expect(session.answer(2).isfinite().all(), "finite logits", "inf or NaN")

@@ -17,7 +17,7 @@ from kvframe.types import Encoded, Entries, ModelInfo, Needs, Observation
 from kvframe_aatc import codec, codespace
 from kvframe_aatc.allocation import layer_targets
 from kvframe_aatc.moments import Moments
-from kvframe_aatc.states import Group, LayerState, Spending, coder, widths
+from kvframe_aatc.states import Group, LayerState, Spending, coder, lost, widths
 from kvframe_aatc.tables import MAX_WIDTH, Choices, Tables, build
 
 # The last queries of a prompt tell what the next ones will look at; all of them would take more room than the cache.
@@ -37,6 +37,9 @@ class Transform(CalibratedEncoder):
     value_bits: float = Field(2.5, ge=0, le=16, description="Mean bits of a value's value.")
     search: tuple[float, ...] = Field(
         (), description="Mean bits of keys and of values to choose among on each prompt, under a budget of bytes."
+    )
+    offers: tuple[float, ...] = Field(
+        (), description="Mean bits of keys and of values among which an allocator chooses for each single entry."
     )
     key_shift: float = Field(0.25, description="Bits moved from each key's value to each value's value.")
     count_scales: bool = Field(True, description="Whether the means include the tokens' scales.")
@@ -73,8 +76,11 @@ class Transform(CalibratedEncoder):
     def _bits_fit(self) -> Transform:
         if isinstance(self.joint_heads, int) and self.joint_heads < 1:
             raise ValueError(f"joint_heads must be 'all' or at least 1, but is {self.joint_heads}")
-        for bits in self.search:
-            type(self)(**{**self.model_dump(exclude={"search"}), "key_bits": bits, "value_bits": bits})
+        if self.search and self.offers:
+            raise ValueError("search chooses one width for all entries, and offers one for each; give one of them")
+        for bits in (*self.search, *self.offers):
+            plain = self.model_dump(exclude={"search", "offers"})
+            type(self)(**{**plain, "key_bits": bits, "value_bits": bits})
         for name, mean in zip(("key_bits", "value_bits"), self.means, strict=True):
             if not 0 <= mean <= self.max_width:
                 raise ValueError(
@@ -85,8 +91,20 @@ class Transform(CalibratedEncoder):
 
     def widths(self) -> Sequence[Transform]:
         """See Encoder.widths: one encoder for each number in `search`."""
-        tried = sorted(set(self.search))
-        return [self.model_copy(update={"key_bits": b, "value_bits": b, "search": ()}) for b in tried] or [self]
+        return self._with(self.search) or [self]
+
+    def grades(self) -> Sequence[Transform]:
+        """See Encoder.grades: one encoder for each number in `offers`."""
+        return self._with(self.offers) or [self]
+
+    def _with(self, widths: Sequence[float]) -> Sequence[Transform]:
+        """Encoders of these mean bits, the cheapest first."""
+        plain = {"search": (), "offers": ()}
+        return [self.model_copy(update={"key_bits": b, "value_bits": b, **plain}) for b in sorted(set(widths))]
+
+    def error(self, state: LayerState) -> float:
+        """See Encoder.error: the share of the logits' and of the outputs' energy that is lost, on average of both."""
+        return state.error
 
     @property
     def means(self) -> tuple[float, float]:
@@ -190,8 +208,10 @@ class Transform(CalibratedEncoder):
 
         rope = model.rope if self.rope == "pre" else None
         groups = range(model.kv_heads // heads)
+        error = (lost(tables.keys, wide[0]) + lost(tables.values, wide[1])) / 2
         return tuple(
-            LayerState(tuple(group(layer, index) for index in groups), heads, rope) for layer in range(model.layers)
+            LayerState(tuple(group(layer, index) for index in groups), heads, rope, float(error[layer]))
+            for layer in range(model.layers)
         )
 
     # --- coding
@@ -226,9 +246,14 @@ class Transform(CalibratedEncoder):
         """See Encoder.select."""
         return codec.select(encoded, rows, batch, state)
 
+    def position_bits(self, model: ModelInfo) -> float:
+        """See Encoder.position_bits: the distances of entries that do not follow each other, about one in four or eight
+        tokens, shared by the heads that are coded together."""
+        return 8.0 / self.heads(model)
+
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: LayerState | tuple[()] = ()) -> float:
-        """Codes, scales and, before RoPE, one 32-bit position a block of 32 rows, shared out over the KV heads. Entries
-        that do not follow each other have their distances packed on top."""
+        """Codes, scales and, before RoPE, one 32-bit position a block of 32 rows, shared out over the KV heads. For the
+        distances of entries that do not follow each other see `position_bits`."""
         if state:
             return state.bits_per_row() / state.kv_heads
         heads = self.heads(model)

@@ -26,12 +26,13 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class LayerState:
-    """What one layer's entries are coded with: the groups, how many KV heads each has, and the rotation that is taken
-    off the keys first (None = they are coded as cached)."""
+    """What one layer's entries are coded with: the groups, how many KV heads each has, the rotation that is taken off
+    the keys first (None = they are coded as cached), and the share of keys and values that is lost."""
 
     groups: tuple[Group, ...]
     heads: int
     rope: Rope | None
+    error: float = 0.0
 
     @cached_property
     def space(self) -> Space:
@@ -81,6 +82,14 @@ def widths(side: Side, spending: Spending) -> Tensor:
     return allocate(
         energy * weight, hulls, targets, spending.scope, range(min(spending.protected_layers, layers), layers)
     )
+
+
+def lost(side: Side, width: Tensor) -> Tensor:
+    """The share of each layer's weighted energy that channels of these widths lose, as measured, fp64 `[L]`."""
+    importance = (side.energy * side.weight).double()
+    curves = side.distortion.double()[:, :, None].expand(*width.shape, -1)
+    wrong = importance * curves.gather(-1, width[..., None])[..., 0]
+    return wrong.sum((1, 2)) / importance.sum((1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def _percentile(x: Tensor) -> Tensor:

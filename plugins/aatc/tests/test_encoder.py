@@ -254,6 +254,25 @@ def test_an_open_width_is_one_encoder_for_each_number():
     tried = Transform(search=(4, 2, 4), joint_heads=1).widths()
     assert tried == [Transform(key_bits=b, value_bits=b, joint_heads=1) for b in (2, 4)]
     assert len({stage.parameters for stage in tried}) == 1, "one calibration serves them all"
+    assert Transform(offers=(4, 1, 4)).grades() == [Transform(key_bits=b, value_bits=b) for b in (1, 4)]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_state_says_what_is_lost(bits):
+    """Without weights the declared share is the squared error relative to the energy, keys' and values' on average. It
+    is measured channel by channel on a sample, so it is near what the entries lose, not the same."""
+    stage = Transform(
+        key_bits=bits, value_bits=bits, key_shift=0, joint_heads=1, weights="none", basis="pca", center_keys=False
+    )
+    stage = stage.model_copy(update={"calibration": "prompt", "rope": "post"})
+    seen = observation([200])
+    state = stage.fit(seen)[0]
+    entries, _, back = coded(stage, [200])
+    lost = [
+        float((getattr(entries, name) - getattr(back, name)).square().sum() / getattr(entries, name).square().sum())
+        for name in ("keys", "values")
+    ]
+    assert stage.error(state) == pytest.approx(sum(lost) / 2, rel=0.35)
 
 
 def test_heads_that_do_not_divide_are_refused_before_the_prefill():

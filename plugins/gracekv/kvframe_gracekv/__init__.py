@@ -10,6 +10,7 @@ from kvframe import hookimpl
 from kvframe.stages import Stage
 from kvframe_gracekv.budget_flow import BudgetFlow
 from kvframe_gracekv.exact_flow import ExactFlow
+from kvframe_gracekv.graded_flow import GradedFlow
 from kvframe_gracekv.segmenter import Curvature
 from kvframe_gracekv.value_flow import ValueFlow
 
@@ -17,7 +18,7 @@ from kvframe_gracekv.value_flow import ValueFlow
 @hookimpl
 def kvframe_register_stages() -> Iterable[type[Stage]]:
     """The segmenter, the scorer and the allocators."""
-    return (Curvature, ValueFlow, BudgetFlow, ExactFlow)
+    return (Curvature, ValueFlow, BudgetFlow, ExactFlow, GradedFlow)
 
 
 @hookimpl

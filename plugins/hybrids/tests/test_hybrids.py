@@ -11,7 +11,16 @@ import pytest
 import kvframe
 from kvframe.registry import registry
 
-METHODS = ["forest", "gracekv", "centroidkv", "snapkv", "adakv"]
+METHODS = ["forest", "centroidkv", "snapkv", "adakv"]
+
+
+def test_gracekv_shares_out_bits():
+    hybrid, alone = kvframe.load("gracekv+aatc").spec, kvframe.load("gracekv").spec
+    assert hybrid.scorer == alone.scorer
+    assert hybrid.allocator.name == "gracekv.graded_flow"
+    assert [grade.key_bits for grade in hybrid.encoder.grades()] == [1, 2, 4]
+    assert hybrid.encoder.joins_heads == 0
+    assert hybrid.budget.of == "bytes"
 
 
 @pytest.mark.parametrize("method", METHODS)
