@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from operator import or_
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,7 +72,10 @@ class Pipeline:
     @cached_property
     def needs(self) -> Needs:
         """What must be observed for all stages, and to choose a width."""
-        needs = reduce(or_, (stage.needs for stage in self.stages))
+        needs = Needs()
+        for stage in self.stages:
+            with blaming(stage):
+                needs |= returned(stage, stage.needs, Needs)
         return needs if len(self.variants) == 1 else needs | Needs(queries=QUERIES)
 
     @cached_property

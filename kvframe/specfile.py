@@ -114,8 +114,10 @@ def _read(file: Path | Traversable) -> str:
         if len(content) > MAX_BYTES:
             raise SpecError(f"The spec file '{file}' is larger than {MAX_BYTES // 1024} KiB; a spec is a page of text.")
         return content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+    # A name with a null byte is a ValueError.
+    except (OSError, ValueError) as error:
+        text = isinstance(error, UnicodeDecodeError)
+        reason = "it is not UTF-8 text" if text else getattr(error, "strerror", None) or str(error)
         name = file.name.rpartition(".")[0]
         named = isinstance(error, FileNotFoundError) and name in registry().specs
         hint = f"; the spec of that name is '{name}', without an ending" if named else ""

@@ -151,6 +151,8 @@ def test_files_that_cannot_be_read(tmp_path):
         SpecError, match="No such file or directory; the spec of that name is 'snapkv', without an ending"
     ):
         read_spec(tmp_path / "snapkv.yaml")
+    with pytest.raises(SpecError, match="cannot be read: embedded null byte"):
+        read_spec(tmp_path / "a\0.yaml")
     binary = tmp_path / "b.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="not UTF-8"):

@@ -11,6 +11,9 @@ from kvframe.errors import InputError
 from kvframe.pipeline import Pipeline
 from kvframe.types import ModelInfo
 
+# More than any model reads; the arithmetic holds a few bytes for each.
+MOST_TOKENS = 1 << 24
+
 
 @dataclass(frozen=True)
 class Region:
@@ -40,9 +43,9 @@ class Estimate:
 def estimate(pipeline: Pipeline, model: ModelInfo, itemsize: int, tokens: int) -> Estimate:
     """What `pipeline` makes of `tokens` tokens; `itemsize` = bytes of one exact value. The encoder's size is
     the one that it declares. Raises BudgetError if the budget does not cover what the spec protects, InputError for no
-    token."""
-    if tokens < 1:
-        raise InputError(f"An estimate needs at least one token, but got {tokens}.")
+    token, or too many."""
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise InputError(f"An estimate is made for 1 to {MOST_TOKENS} tokens, but got {tokens}.")
     spec, units = pipeline.spec, model.layers * model.kv_heads
     exact = 2 * model.head_dim * itemsize  # bytes of a key and a value
     valid = torch.ones(1, tokens, dtype=torch.bool)

@@ -85,11 +85,12 @@ def kvframe_attention(
         # A `try` costs a step nothing, where a context manager would.
         try:
             compressed = [part_kernel.attend(query, part, scale) for part_kernel, part in layer.kernels()]
+            merged = merge_attention([*compressed, exact])[0]
         except PASSED_ON:
             raise
         except Exception as error:
             raise failure(error, layer.cache.kernel, *(part.encoder for part in layer.parts)) from error
-        out = merge_attention([*compressed, exact])[0].to(query.dtype).transpose(1, 2).contiguous()
+        out = merged.to(query.dtype).transpose(1, 2).contiguous()
     else:
         out, _ = _base(module, base)(module, query, key, value, mask, scaling=scaling, **kwargs)
     layer.watch_output(out)

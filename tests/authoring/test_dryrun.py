@@ -122,6 +122,8 @@ SCORES = "scorer 'uniform'"
             {"scorer": changed(Uniform, bind=lambda s, model: 1 / 0)},
             f"{SCORES} fails with ZeroDivisionError",
         ),
+        ({"scorer": changed(Uniform, needs=property(lambda s: 1 / 0))}, f"{SCORES} fails with ZeroDivisionError"),
+        ({"scorer": changed(Uniform, needs=property(lambda s: None))}, f"{SCORES} must return Needs, but .* None"),
     ],
 )
 def test_mistakes_are_blamed_on_their_stage(stages, message):

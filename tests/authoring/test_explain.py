@@ -109,7 +109,9 @@ def test_the_estimate_is_printed():
 
 def test_what_cannot_be_estimated():
     info = model_info(tiny_model("llama"))
-    with pytest.raises(InputError, match="at least one token, but got 0"):
+    with pytest.raises(InputError, match="for 1 to 16777216 tokens, but got 1000000000000000000000"):
+        estimate(load("snapkv"), info, 4, 10**21)
+    with pytest.raises(InputError, match="for 1 to 16777216 tokens, but got 0"):
         estimate(load("snapkv"), info, 4, 0)
     with pytest.raises(BudgetError, match="below its 36 protected tokens"):
         estimate(load("snapkv"), info, 4, 60)
