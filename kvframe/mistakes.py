@@ -68,7 +68,7 @@ def _sentence(
     error: Mapping[str, Any], data: Any, origin: str, places: Places, spec: type[BaseModel]
 ) -> tuple[str, str, str]:
     """The sentence for one error of pydantic: its beginning, what was expected, and its end."""
-    path = _path_in(error["loc"], data)
+    path = _path_in(error["loc"], data, error["type"] == "missing")
     dotted = ".".join(map(str, path))
     given, kind, stages = error["input"], error["type"], registry().stages
     of_stage = bool(path) and path[0] in stages and path[1:] in ((), ("name",))
@@ -115,18 +115,19 @@ def _where(path: Keys, places: Places, origin: str) -> str:
     return next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), origin)
 
 
-def _path_in(loc: Keys, data: Any) -> Keys:
-    """Pydantic's location without the tags of unions, which are not keys of the data."""
+def _path_in(loc: Keys, data: Any, missing: bool) -> Keys:
+    """Pydantic's location without the tags of unions, which are not keys of the data; nor is the last of its keys if
+    that is `missing`."""
     path: list[Any] = []
     for index, key in enumerate(loc):
         inside = isinstance(data, dict) and key in data
         tag = index == 1 and loc[0] in registry().stages and not (inside and len(loc) == 2)
         if tag and isinstance(key, str) and key in registry().stages[loc[0]]:
             continue
-        if not isinstance(data, dict | list):
+        listed = isinstance(data, list) and isinstance(key, int) and key < len(data)
+        if path and not (inside or listed or missing):
             break
         path.append(key)
-        listed = isinstance(data, list) and isinstance(key, int) and key < len(data)
         data = data[key] if inside or listed else None
     return tuple(path)
 

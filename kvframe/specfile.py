@@ -52,8 +52,8 @@ def read_spec_data(source: str | Path, overrides: Mapping[str, Any] | None = Non
     seen: dict[str, str] = {}
     file, origin = _find(source)
     while True:
-        seen[_identity(file)] = origin
         data, lines = parse_yaml(_read(file), origin)
+        seen[_identity(file)] = origin
         chain.append(SpecData(data, origin, {keys: f"{origin}:{line}" for keys, line in lines.items()}))
         if EXTENDS not in data:
             break

@@ -45,6 +45,7 @@ LARGE = r"must be smaller than 2\*\*40, about 1.1e12"
             "encoder: {name: aatc.transform, joint_heads: x}",
             "encoder.joint_heads: must be 'all' or a whole number, but it is 'x'",
         ),
+        ("encoder: {name: aatc.transform, joint_heads: {}}", r"encoder.joint_heads: must be .*, but it is \{\}"),
         ('budget: {bytes: "12 parsecs"}', f"{BYTES}, but it is '12 parsecs'"),
         # pydantic reads the beginning of these.
         ('budget: {bytes: "64,000"}', f"{BYTES}, but it is '64,000'"),
