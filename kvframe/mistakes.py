@@ -42,7 +42,9 @@ def explain(
         said.setdefault((begin, end), []).append(wanted)
     sentences = []
     for (begin, end), choices in said.items():
-        sentences.append(f"{begin}{' or '.join(dict.fromkeys(choices))}{end}")
+        sentence = f"{begin}{' or '.join(dict.fromkeys(choices))}{end}"
+        # A key may be of several lines.
+        sentences.append(" ".join(sentence.splitlines()))
     return sentences
 
 

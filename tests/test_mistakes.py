@@ -87,6 +87,11 @@ def test_values_are_not_said_at_length():
         assert len(str(error.value)) < 300
 
 
+def test_a_key_of_several_lines_is_one_mistake():
+    with pytest.raises(SpecError, match=r"^spec: protect.a b: unknown key 'a b'; there are: "):
+        validate_spec({"protect": {"a\nb": 1}})
+
+
 def test_what_is_nested_too_deep():
     with pytest.raises(SpecError, match=r"^override: 'a.a.*' is more than 32 levels deep"):
         read_spec("snapkv", {".".join("a" * 5000): 1})
