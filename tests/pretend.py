@@ -52,48 +52,46 @@ class Pretending(Tensor):
         return run(function, args, kwargs or {}, Counter())
 
 
-def mapped(value: Any, change: Any) -> Any:
-    """`change` applied to the tensors of an operator's arguments, which may stand in lists."""
+def opened(value: Any, found: list[Tensor]) -> Any:
+    """An operator's argument with the data on the CPU in it; the tensors that stand there are `found`."""
     if isinstance(value, Tensor):
-        return change(value)
-    return type(value)(mapped(inner, change) for inner in value) if type(value) in (list, tuple) else value
+        found.append(value)
+        return value.inner if type(value) is Pretending else value
+    return type(value)([opened(inner, found) for inner in value]) if type(value) in (list, tuple) else value
 
 
 def run(function: Any, args: Any, kwargs: dict[str, Any], transfers: Counter) -> Any:
     """Do on the CPU what a device would do. Raises RuntimeError for tensors that no device could bring together."""
     tensors: list[Tensor] = []
-    mapped([*args, *kwargs.values()], tensors.append)
+    plain = opened(args, tensors)
+    plain_named = {name: opened(value, tensors) for name, value in kwargs.items()}
     target = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     if function in TRANSFERS:
         target = args[0].device if target is None else target
         source = args[1].device if function is aten.copy_.default else args[0].device
         if source != target:
             transfers[str(source), str(target)] += 1
-    elif any(isinstance(tensor, Pretending) for tensor in tensors):
+    elif any(type(tensor) is Pretending for tensor in tensors):
         bound = tensors
         if function in INDEXING:
-            bound = [args[0], *args[2:3], *(tensor for tensor in tensors if isinstance(tensor, Pretending))]
-        devices = {tensor.device for tensor in bound if isinstance(tensor, Pretending) or tensor.ndim}
+            bound = [args[0], *args[2:3], *(tensor for tensor in tensors if type(tensor) is Pretending)]
+        devices = {tensor.device for tensor in bound if type(tensor) is Pretending or tensor.ndim}
         if len(devices) > 1:
             raise RuntimeError(f"{function} was given tensors on {', '.join(sorted(map(str, devices)))}")
         target = devices.pop() if target is None else target
-    if target is not None and target.type == KIND and "device" in kwargs:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    made = function(*mapped(args, held), **{name: mapped(value, held) for name, value in kwargs.items()})
     if target is None or target.type != KIND:
-        return made
-
-    def claim(value: Tensor) -> Tensor:
-        # What was changed in place stays the tensor it was.
-        same = [tensor for tensor in tensors if getattr(tensor, "inner", None) is value]
-        return same[0] if same else Pretending(value, target)
-
-    return mapped(made, claim)
+        return function(*plain, **plain_named)
+    if "device" in kwargs:
+        plain_named["device"] = torch.device("cpu")
+    return claimed(function(*plain, **plain_named), target, tensors)
 
 
-def held(tensor: Tensor) -> Tensor:
-    """The data on the CPU."""
-    return tensor.inner if isinstance(tensor, Pretending) else tensor
+def claimed(made: Any, device: torch.device, given: list[Tensor]) -> Any:
+    """What an operator made, on a device; what it has changed in place stays the tensor that was given."""
+    if isinstance(made, Tensor):
+        same = [tensor for tensor in given if type(tensor) is Pretending and tensor.inner is made]
+        return same[0] if same else Pretending(made, device)
+    return type(made)([claimed(each, device, given) for each in made]) if type(made) in (list, tuple) else made
 
 
 class _Dispatch(TorchDispatchMode):
@@ -133,8 +131,14 @@ def pretend_devices() -> Iterator[Counter]:
     """Within it there are devices `pretend:n`. Yields the transfers so far, (from, to) -> how many."""
     _register()
     transfers: Counter = Counter()
-    with _Dispatch(transfers), _Functions():
-        yield transfers
+    threads = torch.get_num_threads()
+    # Operations on a few numbers: a second thread would only be waited for.
+    torch.set_num_threads(1)
+    try:
+        with _Dispatch(transfers), _Functions():
+            yield transfers
+    finally:
+        torch.set_num_threads(threads)
 
 
 def spread_model(name: str, first: int, **changes: Any) -> PreTrainedModel:
