@@ -129,5 +129,6 @@ def _check_gguf(path: Path) -> None:
 
 def first_line(error: Exception) -> str:
     """The first line of the error's text: transformers likes to add lists of all models, and links."""
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return textwrap.shorten(text, MAX_REASON, placeholder=" ...").rstrip(".")

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from kvframe.arguments import expect
 from kvframe.errors import InputError
 from kvframe.registry import nearest
 from kvframe.stages import Kernel, Stage
@@ -33,7 +35,10 @@ class CheckResult:
 
 
 def laws_of(subject: Stage | Pipeline) -> tuple[Law, ...]:
-    """The laws that apply to a stage or to a pipeline, in the order in which they are best read."""
+    """The laws that apply to a stage or to a pipeline, in the order in which they are best read. Raises InputError for
+    what is neither, such as a stage's class."""
+    if not hasattr(subject, "spec"):
+        expect("What is checked", subject, Stage, "a stage made of its class, such as MyScorer(), or a pipeline")
     kinds = ("pipeline",) if hasattr(subject, "spec") else ("stage", subject.kind)
     return tuple(law for kind in kinds for law in LAWS[kind] if law.applies(subject))
 
@@ -92,6 +97,7 @@ def parametrize_with_checks(
     all is taken off the list. Raises InputError for a law that none of the subjects has."""
     import pytest
 
+    expect("expected_failures", expected_failures, (Mapping, NoneType), "a mapping from laws to reasons")
     expected = dict(expected_failures or {})
     pairs = [(subject, law) for subject in subjects for law in laws_of(subject)]
     for name in expected:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import kvframe
 from kvframe.builtin.kernels import Reference
+from kvframe.builtin.scorers import Uniform
 from kvframe.errors import BudgetError, InputError, KvframeError, ModelError, StageError
 from kvframe.hf import Prefill, load_model
 from kvframe.pipeline import Pipeline
-from kvframe.registry import registry
 from kvframe.types import Observation, Segments
 
 SMALL = {"protect.recent": 5, "protect.sink": 2}
@@ -72,10 +72,7 @@ def test_an_answer_that_was_not_watched_cannot_be_compressed(llama):
         cache.compress()
 
 
-SnapKV = registry().stages["scorer"]["baselines.snapkv"]
-
-
-class Moody(SnapKV):
+class Moody(Uniform):
     """A scorer that fails until it is mended."""
 
     broken: ClassVar[bool] = True
@@ -85,15 +82,15 @@ class Moody(SnapKV):
 
 
 def test_a_stage_that_fails_leaves_the_cache_as_it_was(llama, monkeypatch):
-    sound = kvframe.load("identity", TOP_K)
-    failing = Pipeline(sound.spec.model_copy(update={"scorer": Moody(window=7)}))
+    sound = kvframe.load("identity", {**TOP_K, "scorer": "uniform"})
+    failing = Pipeline(sound.spec.model_copy(update={"scorer": Moody()}))
     cache, other = failing.cache(llama), sound.cache(llama)
     prompt = batch([40, 31])
     for each in (cache, other):
         llama(**prompt, cache=each)
     before = str(cache.report())
     for act in (cache.compress, lambda: llama(torch.tensor([[5], [6]]), cache=cache)):
-        with pytest.raises(StageError, match=r"scorer 'baselines.snapkv' fails with RuntimeError: The size of tensor"):
+        with pytest.raises(StageError, match=r"scorer 'uniform' fails with RuntimeError: The size of tensor"):
             act()
     assert str(cache.report()) == before
     monkeypatch.setattr(Moody, "broken", False)

@@ -1,6 +1,7 @@
 """Loading by a folder, a file or an id. Each way to be wrong is one sentence that says what to change."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -106,6 +107,11 @@ def test_folder_without_a_model(tmp_path):
     message = fails(tmp_path)
 
     assert f"The folder {tmp_path} holds no model: it has no config.json" in message
+
+
+def test_a_reason_of_two_lines_is_said_on_one(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": -4}')
+    assert re.search(r"\(Class validation error .*: ValueError: The hidden size", fails(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04zip"])

@@ -66,3 +66,16 @@ def test_the_plugin_is_light():
 def test_an_expected_failure_must_name_a_law():
     with pytest.raises(InputError, match=r"'is_pur', which is not one of these; did you mean 'is_pure'\?"):
         parametrize_with_checks([Negative()], expected_failures={"is_pur": "typo"})
+
+
+@pytest.mark.parametrize(
+    ("subjects", "message"),
+    [
+        ([Negative], r"What is checked must be a stage made of its class, such as MyScorer\(\), .*, but is <class"),
+        (Negative(), r"What is checked must be a stage made of its class, .*, but is \('name', 'broken.negative'\)"),
+        (["snapkv"], "but is 'snapkv'"),
+    ],
+)
+def test_what_cannot_be_checked_is_named(subjects, message):
+    with pytest.raises(InputError, match=message):
+        parametrize_with_checks(subjects)
