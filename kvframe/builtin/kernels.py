@@ -16,7 +16,7 @@ from kvframe.types import Part
 # A pass over entries pays off for few queries a KV head; many are a matrix product, which torch's libraries do best.
 FEW_QUERIES = 32
 # Below, a step's time is that of the calls, whatever they do: for codes, and for entries held as they are.
-WORTH_A_KERNEL = 512, 1024
+WORTH_A_KERNEL = 64, 1024
 
 
 class Reference(Kernel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from kvframe.errors import InputError
 from kvframe.stages import Allocator
-from kvframe.types import LayerPlan, Needs, Observation, Plan, Segments
+from kvframe.types import Grades, LayerPlan, Needs, Observation, Plan, Segments
+from kvframe_forest.grading import Offer, prune_graded
 from kvframe_forest.growth import grow, places
 from kvframe_forest.pruning import owners, prune
 
@@ -34,6 +36,7 @@ class Pruned(Allocator):
     ragged: ClassVar[bool] = True
     merges: ClassVar[bool] = True
     streams: ClassVar[bool] = True
+    chooses_grades: ClassVar[bool] = True
 
     name: Literal["forest.pruned"] = "forest.pruned"
     chunk: int = Field(64, ge=2, description="Nodes of a head among which partners are sought.")
@@ -53,6 +56,16 @@ class Pruned(Allocator):
     def allocate(self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor) -> Plan:
         """Return a plan of exactly the budget, or of the whole body if that is smaller. Raises InputError, naming the
         layer, if a key or a value is not finite."""
+        return self._allocate(observation, scores, budget, None)
+
+    def allocate_graded(
+        self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor, grades: Grades
+    ) -> Plan:
+        """Return a plan whose graded entries cost no more than the budget. Coding an entry loses its weight times the
+        grade's error of how far the head's points are from their mean. Raises InputError as `allocate` does."""
+        return self._allocate(observation, scores, budget, grades)
+
+    def _allocate(self, observation: Observation, scores: Tensor, budget: Tensor, grades: Grades | None) -> Plan:
         layers, batch, heads, tokens = observation.shape
         body = observation.body
         budget = torch.minimum(budget, layers * heads * body.sum(1))
@@ -63,12 +76,17 @@ class Pruned(Allocator):
         points = torch.cat([self._points(observation, index)[free[index]] for index in range(layers)])  # [M, 2D]
         weight = self._weights(scores, body).flatten()[place].to(points.dtype)
         forest = grow(points, weight, unit, row, self.chunk, self.passes, self.max_share)
+        drop = weight.double() * self.drop
+        if grades is not None:
+            offer = Offer.of(forest, points, weight, unit, (layers, batch, heads), grades)
+            graded, grade = prune_graded(forest, drop, offer, budget, self.steps)
+            return self._plan(observation, owners(forest, graded), place, unit, weight, grade)
         row_of = torch.cat([row, *(row[:0].new_zeros(len(left)) for left, _ in forest.levels)])
         begin = forest.leaves
         for left, _ in forest.levels:
             row_of[begin : begin + len(left)] = row_of[left]
             begin += len(left)
-        choice = prune(forest, weight.double() * self.drop, row_of, budget, self.steps)
+        choice = prune(forest, drop, row_of, budget, self.steps)
         return self._plan(observation, owners(forest, choice), place, unit, weight)
 
     def _points(self, observation: Observation, index: int) -> Tensor:
@@ -110,8 +128,16 @@ class Pruned(Allocator):
         share = torch.where(total > 0, scores / total.clamp_min(1e-30), 1 / count)
         return (1 - self.base) * share + self.base / count
 
-    def _plan(self, observation: Observation, owner: Tensor, place: Tensor, unit: Tensor, weight: Tensor) -> Plan:
-        """One plan a layer; entries are numbered by the mean position of their tokens."""
+    def _plan(
+        self,
+        observation: Observation,
+        owner: Tensor,
+        place: Tensor,
+        unit: Tensor,
+        weight: Tensor,
+        grade: Tensor | None = None,
+    ) -> Plan:
+        """One plan a layer; entries are numbered by the mean position of their tokens. `grade` `[nodes]`, if any."""
         layers, batch, heads, tokens = observation.shape
         kept = (owner >= 0).nonzero().squeeze(1)
         node, entry, size = owner[kept].unique(return_inverse=True, return_counts=True)
@@ -128,4 +154,8 @@ class Pruned(Allocator):
         share = torch.zeros(assignment.shape, device=place.device)
         share.view(-1)[where] = (weight[kept] / total[entry]).float()
         n_entries = torch.bincount(of, minlength=layers * batch * heads).view(layers, batch, heads)
-        return Plan(tuple(LayerPlan(assignment[i], n_entries[i], share[i], share[i]) for i in range(layers)))
+        plans = [LayerPlan(assignment[i], n_entries[i], share[i], share[i]) for i in range(layers)]
+        if grade is not None:
+            ordered = grade[node][order].split([int(n) for n in n_entries.sum((1, 2))])
+            plans = [replace(plan, grade=part) for plan, part in zip(plans, ordered, strict=True)]
+        return Plan(tuple(plans))

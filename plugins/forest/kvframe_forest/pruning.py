@@ -23,9 +23,14 @@ def price(forest: Forest, drop: Tensor, row: Tensor, per_entry: Tensor) -> tuple
 
     Cost of a tree = the least of: its loss and one price; the cost of its two subtrees; for a leaf: one price, or its
     loss `drop [M]` if it is dropped. `row` int64 `[nodes]`. Exact: dynamic programming from the leaves up."""
+    choice = cheapest_pruning(forest, drop, per_entry[row])
+    return choice, torch.bincount(row[choice.entry], minlength=len(per_entry))
+
+
+def cheapest_pruning(forest: Forest, drop: Tensor, each: Tensor) -> Choice:
+    """The cheapest pruning where an entry costs `each` fp64 `[nodes]`, beside its loss."""
     cost = torch.empty_like(forest.loss, dtype=torch.float64)
-    each = per_entry[row]
-    whole = torch.empty_like(row, dtype=torch.bool)  # better as one entry than as what lies below
+    whole = torch.empty_like(each, dtype=torch.bool)  # better as one entry than as what lies below
     leaves = slice(0, forest.leaves)
     whole[leaves] = each[leaves] <= drop
     cost[leaves] = torch.where(whole[leaves], each[leaves], drop)
@@ -36,11 +41,11 @@ def price(forest: Forest, drop: Tensor, row: Tensor, per_entry: Tensor) -> tuple
         whole[here] = alone <= below
         cost[here] = torch.where(whole[here], alone, below)
         begin = here.stop
-    return top_down(forest, whole, row, len(per_entry))
+    return top_down(forest, whole)
 
 
-def top_down(forest: Forest, whole: Tensor, row: Tensor, rows: int) -> tuple[Choice, Tensor]:
-    """The highest nodes where `whole`, and how many there are in each row."""
+def top_down(forest: Forest, whole: Tensor) -> Choice:
+    """The highest nodes where `whole`."""
     reached = forest.roots.clone()
     end = len(whole)
     for left, right in reversed(forest.levels):
@@ -52,7 +57,7 @@ def top_down(forest: Forest, whole: Tensor, row: Tensor, rows: int) -> tuple[Cho
     entry = reached & whole
     lost = reached & ~whole
     lost[forest.leaves :] = False
-    return Choice(entry, lost), torch.bincount(row[entry], minlength=rows)
+    return Choice(entry, lost)
 
 
 def prune(forest: Forest, drop: Tensor, row: Tensor, budget: Tensor, steps: int) -> Choice:

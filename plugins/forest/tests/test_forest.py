@@ -16,15 +16,6 @@ from kvframe_forest.pruning import owners, price, prune
 EPS = torch.finfo(torch.float64).eps
 
 
-def forest_of(seed: int, heads: int, tokens: int, passes: int = 6, share: float = 1.0):
-    """A forest of `heads` heads of one row, with its points and weights, fp64."""
-    generator = torch.Generator().manual_seed(seed)
-    points = torch.randn(heads * tokens, 3, generator=generator, dtype=torch.float64)
-    weight = torch.rand(heads * tokens, generator=generator, dtype=torch.float64) + 0.05
-    unit = torch.arange(heads).repeat_interleave(tokens)
-    return grow(points, weight, unit, torch.zeros_like(unit), 8, passes, share), points, weight, unit
-
-
 def members(forest: Forest) -> list[list[int]]:
     """The leaves below each node."""
     below = [[leaf] for leaf in range(forest.leaves)]
@@ -59,7 +50,7 @@ def prunings(forest: Forest, drop: torch.Tensor) -> dict[int, float]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 5), st.floats(1e-4, 3))
-def test_a_price_gives_the_cheapest_of_all_prunings(seed, heads, tokens, per_entry):
+def test_a_price_gives_the_cheapest_of_all_prunings(forest_of, seed, heads, tokens, per_entry):
     forest, _, weight, _ = forest_of(seed, heads, tokens)
     drop = weight * 0.7
     row = torch.zeros(len(forest.loss), dtype=torch.long)
@@ -75,7 +66,7 @@ def test_a_price_gives_the_cheapest_of_all_prunings(seed, heads, tokens, per_ent
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 5), st.integers(0, 15))
-def test_a_budget_is_met_exactly_and_at_best_where_prices_lead(seed, heads, tokens, budget):
+def test_a_budget_is_met_exactly_and_at_best_where_prices_lead(forest_of, seed, heads, tokens, budget):
     """Exactly the budget; and wherever some price leads to that number of entries, no pruning of as many is better."""
     forest, _, weight, _ = forest_of(seed, heads, tokens)
     drop, row = weight * 0.7, torch.zeros(len(forest.loss), dtype=torch.long)
@@ -95,7 +86,7 @@ def test_a_budget_is_met_exactly_and_at_best_where_prices_lead(seed, heads, toke
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 33), st.sampled_from([0.3, 1.0]))
-def test_a_nodes_loss_is_that_of_its_tokens(seed, heads, tokens, share):
+def test_a_nodes_loss_is_that_of_its_tokens(forest_of, seed, heads, tokens, share):
     forest, points, weight, unit = forest_of(seed, heads, tokens, 12, share)
     for node, below in enumerate(members(forest)):
         at, w = points[below], weight[below]

@@ -11,13 +11,14 @@ import pytest
 import kvframe
 from kvframe.registry import registry
 
-METHODS = ["forest", "centroidkv", "snapkv", "adakv"]
+METHODS = ["forest", "centroidkv", "adakv"]
 
 
-def test_gracekv_shares_out_bits():
-    hybrid, alone = kvframe.load("gracekv+aatc").spec, kvframe.load("gracekv").spec
+@pytest.mark.parametrize(("method", "allocator"), [("gracekv", "gracekv.graded_flow"), ("snapkv", "graded")])
+def test_scores_share_out_bits(method, allocator):
+    hybrid, alone = kvframe.load(f"{method}+aatc").spec, kvframe.load(method).spec
     assert hybrid.scorer == alone.scorer
-    assert hybrid.allocator.name == "gracekv.graded_flow"
+    assert hybrid.allocator.name == allocator
     assert [grade.key_bits for grade in hybrid.encoder.grades()] == [1, 2, 4]
     assert hybrid.encoder.joins_heads == 0
     assert hybrid.budget.of == "bytes"
