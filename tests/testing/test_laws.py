@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import kvframe
+from kvframe.builtin.scorers import Uniform
 from kvframe.errors import InputError, KvframeError
+from kvframe.pipeline import Pipeline
 from kvframe.testing import ConformanceError, Geometry, Prompts, check_spec, check_stage, laws_of
 from kvframe.testing.broken import PIPELINES, STAGES
 from kvframe.testing.broken.scorers import Negative, Remembers, TakesNan
@@ -85,6 +88,15 @@ def test_parameters_are_named():
 def test_checks_are_the_same_at_every_call():
     once, again = ([(r.law, r.message) for r in check_stage(Negative(), profile="dev", shrink=False)] for _ in range(2))
     assert once == again
+
+
+def test_a_stage_that_fails_to_bind_does_not_get_off():
+    """It may refuse a model, but not break down over it."""
+    fails = type("Fails", (Uniform,), {"__annotations__": {}, "bind": lambda self, model: 1 / 0})
+    pipeline = kvframe.load("identity")
+    broken_down = Pipeline(pipeline.spec.model_copy(update={"scorer": fails()}))
+    results = check_spec(broken_down, profile="dev", shrink=False)
+    assert any("scorer 'uniform' fails with ZeroDivisionError" in result.message for result in results)
 
 
 def test_an_unknown_profile_is_named(monkeypatch):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvframe.budget import total_entries
 from kvframe.builtin.encoders import Dense
 from kvframe.calibration import PROMPT, CalibratedEncoder
-from kvframe.errors import KvframeError
+from kvframe.errors import KvframeError, StageError
 from kvframe.pipeline import Pipeline
 from kvframe.spec import Budget, Decode, Protect, spec_class, validate_spec
 from kvframe.testing.case import first_difference
@@ -113,7 +113,10 @@ def _new_cache(pipeline: Pipeline, batch: Batch, model: Any) -> Any:
     if not isinstance(encoder, CalibratedEncoder) or encoder.calibration == PROMPT:
         try:
             return pipeline.cache(model)
-        except KvframeError:
+        except KvframeError as error:
+            # To fail is not to refuse.
+            if isinstance(error, StageError) and error.__cause__ is not None:
+                raise
             assume(False)
     fits = encoder.model_copy(update={"calibration": PROMPT})
     made = Pipeline(pipeline.spec.model_copy(update={"encoder": fits}), pipeline.name).cache(model)
