@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvframe.builtin.allocators import TopK
+from kvframe.builtin.graded import Graded
 from kvframe.ops import select_top
 from kvframe.stages import Allocator
-from kvframe.types import LayerPlan, Observation, Plan, Segments
+from kvframe.types import Grades, LayerPlan, Observation, Plan, Segments
 
 
 def top(observation: Observation, scores: Tensor, count: Tensor) -> Plan:
@@ -136,6 +137,20 @@ class DisagreesSecretly(TopK):
     name: Literal["broken.disagrees_secretly"] = "broken.disagrees_secretly"  # type: ignore[assignment]
     ragged: ClassVar[bool] = False
     breaks: ClassVar = ("heads_agree_as_declared",)
+
+
+class CountsEntries(Graded):
+    """Spends a budget of the dearest grade's entries as if all of them cost as much as the cheapest."""
+
+    name: Literal["broken.counts_entries"] = "broken.counts_entries"  # type: ignore[assignment]
+    breaks: ClassVar = ("grades_stay_within_budget",)
+
+    def allocate_graded(
+        self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor, grades: Grades
+    ) -> Plan:
+        """Return a plan within a budget counted too cheaply."""
+        cheap = replace(grades, price=tuple(price * grades.price[0] for price in grades.price))
+        return super().allocate_graded(observation, segments, scores, budget, cheap)
 
 
 class MergesSecretly(Allocator):

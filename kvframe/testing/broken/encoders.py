@@ -197,6 +197,17 @@ class Header(Dense):
         return None
 
 
+class DearestFirst(Int8):
+    """Offers its grades from the dearest on."""
+
+    name: Literal["broken.dearest_first"] = "broken.dearest_first"  # type: ignore[assignment]
+    breaks: ClassVar = ("grades_are_ordered",)
+
+    def grades(self) -> Sequence[Encoder]:
+        """Return exact entries, and eight bits."""
+        return (Dense(), Int8())
+
+
 class BitsUpsideDown(Int8):
     """Takes the more bits for a coarser grid."""
 

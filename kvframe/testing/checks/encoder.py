@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -229,6 +230,23 @@ def nothing_is_coded_as_nothing(stage: Any, case: Case) -> None:
             if (joined := stage.join(one, two, state)) is not None:
                 limit = _order_tolerance(entries, case)
                 same_entries(stage.decode(joined, state), back, "the entries of the part that has some", limit)
+
+
+@law("encoder", _cases, weight=0.2)
+def grades_are_ordered(stage: Any, case: Case) -> None:
+    """The encoders that `grades` offers cost more from one to the next and lose no more; what they lose is a share. All
+    agree on the heads they join, on positions and on blocks."""
+    seen, _ = arguments(stage, case)
+    offered = stage.grades()
+    kinds = {(grade.joins_heads, grade.uses_positions, grade.block) for grade in offered}
+    expect(len(kinds) == 1, "one way of joining heads, of positions and of blocks", str(kinds))
+    learned = list(zip(*(fitted(grade, seen) for grade in offered), strict=True))
+    bits = [grade.bits_per_entry(case.prompts.model, case.prompts.dtype.itemsize) for grade in offered]
+    expect(all(a < b for a, b in pairwise(bits)), "bits that rise from grade to grade", str(bits))
+    for index, states in enumerate(learned):
+        lost = [grade.error(state) for grade, state in zip(offered, states, strict=True)]
+        expect(all(0 <= error <= 1 for error in lost), "errors from 0 to 1", f"{lost} in layer {index}")
+        expect(all(a >= b for a, b in pairwise(lost)), "errors that do not rise", f"{lost} in layer {index}")
 
 
 @law("encoder", _long, applies=lambda stage: bool(_bit_fields(stage)), weight=0.5)

@@ -109,9 +109,7 @@ def unpack_positions(lowest: Tensor, distances: Tensor, runs: bitpack.Runs) -> T
     if width == 0:
         distance = torch.arange(bitpack.LANES, device=lowest.device).expand(blocks, -1)
     else:
-        distance = torch.zeros(blocks, bitpack.LANES, dtype=torch.int64, device=lowest.device)
-        for first in range(0, width, 16):
-            bits = min(16, width - first)
-            words = distances[:, first : first + bits, None]
-            distance |= bitpack.unpack(words, bits).view(blocks, bitpack.LANES).long() << first
+        # Done at every step for few rows, where fewer calls count for more than fewer operations.
+        lane, plane = (torch.arange(n, dtype=torch.int32, device=lowest.device) for n in (bitpack.LANES, width))
+        distance = (((distances[:, :, None] >> lane) & 1) << plane[:, None]).sum(1)
     return runs.trim((lowest.long()[:, None] + distance).reshape(1, -1))[0]

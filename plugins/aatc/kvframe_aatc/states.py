@@ -74,7 +74,7 @@ def widths(side: Side, spending: Spending) -> Tensor:
     model = high_rate(MAX_WIDTH)
     measured = side.distortion.double()
     curves = measured if spending.rd_model == "empirical" else model.expand_as(measured)
-    hulls = torch.stack([torch.stack([lower_hull(c) for c in row]) for row in curves])[..., : spending.max_width + 1]
+    hulls = _hulls(curves)[..., : spending.max_width + 1]
     overhead = spending.counted_scale_bits * groups
     targets = layer_targets(
         spending.bits, spending.raised, layers, spending.protected_layers, groups * channels, overhead
@@ -85,11 +85,18 @@ def widths(side: Side, spending: Spending) -> Tensor:
 
 
 def lost(side: Side, width: Tensor) -> Tensor:
-    """The share of each layer's weighted energy that channels of these widths lose, as measured, fp64 `[L]`."""
+    """The share of each layer's weighted energy that channels of these widths lose, fp64 `[L]`: as measured, but never
+    more for more bits, as where there is next to nothing to code."""
     importance = (side.energy * side.weight).double()
-    curves = side.distortion.double()[:, :, None].expand(*width.shape, -1)
+    curves = _hulls(side.distortion.double())[:, :, None].expand(*width.shape, -1)
     wrong = importance * curves.gather(-1, width[..., None])[..., 0]
-    return wrong.sum((1, 2)) / importance.sum((1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
+    share = wrong.sum((1, 2)) / importance.sum((1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
+    return share.clamp_max(1)
+
+
+def _hulls(curves: Tensor) -> Tensor:
+    """The lower hull of each group's distortion by width, `[L, Gr, W + 1]`."""
+    return torch.stack([torch.stack([lower_hull(c) for c in row]) for row in curves])
 
 
 def _percentile(x: Tensor) -> Tensor:

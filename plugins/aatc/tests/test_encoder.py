@@ -32,6 +32,7 @@ STAGES = [
     Transform(),
     Transform(**PAPER, protected_layers=1, key_bits=3, value_bits=3),
     Transform(joint_heads=1, scale_bits=8, scope="group", key_bits=3, value_bits=3),
+    Transform(offers=(1, 2, 4), key_bits=2, value_bits=2),
     Transform(joint_heads=2, rope="post", key_shift=0, calibration="prompt"),
     Transform(basis="pca", weights="none", key_code="lloyd", value_code="max", key_bits=9, value_bits=9, scope="layer"),
 ]
