@@ -2,6 +2,7 @@
 the time of loading a saved cache beside that of reading its prompt again.
 
     python benchmarks/long_prompts.py --tokens 2048,4096,8192,16384 --spec snapkv --ratio 8 --out runs/long_prompts
+    python benchmarks/long_prompts.py --out runs/long_prompts --draw FILE.svg    # what stands there; needs matplotlib
 
 Each reading is a process of its own. Growth is the process's largest resident memory while reading, less what it was
 before: cache, activations and what a compression needs in passing. Both read the same chunks, so activations are alike;
@@ -101,6 +102,27 @@ def read(tokens: int, chunk: int, spec: str | None, ratio: float, save: bool) ->
     return found
 
 
+def draw(rows: list[dict], path: Path) -> None:
+    """Memory over the prompt's length."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    name = f"{rows[0]['spec']}, ratio {rows[0]['ratio']:g}, chunks of {rows[0]['chunk']}"
+    for kind, label, color in (("full", "transformers' cache", "C3"), ("compressed", name, "C0")):
+        tokens = [row["tokens"] for row in rows]
+        for what, style, meaning in (("growth", "-", "the process grew by"), ("held", "--", "storages of the cache")):
+            sizes = [row[kind][what] / 1e6 for row in rows]
+            axis.plot(tokens, sizes, style, marker="o", color=color, label=f"{label}: {meaning}")
+    axis.set(xlabel="tokens of the prompt", ylabel="MB at most, while reading", xlim=(0, None), ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def main() -> None:
     """Run every reading in a process of its own; print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -109,8 +131,12 @@ def main() -> None:
     parser.add_argument("--spec", default="snapkv")
     parser.add_argument("--ratio", type=float, default=8)
     parser.add_argument("--out", type=Path, default=Path("runs/long_prompts"))
+    parser.add_argument("--draw", type=Path, help="draw the table that stands in --out, and measure nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.draw is not None:
+        draw(json.loads((options.out / "long_prompts.json").read_text()), options.draw)
+        return
     if options.one is not None:
         tokens, kind = options.one.split(",")
         spec = None if kind == "full" else options.spec

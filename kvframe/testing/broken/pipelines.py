@@ -107,6 +107,17 @@ class FirstPromptOnly(TopK):
         return super().allocate(observation, segments, scores, budget)
 
 
+class TiresOfTurns(TopK):
+    """Spends half of its budget on all but a text's beginning."""
+
+    name: Literal["broken.tires_of_turns"] = "broken.tires_of_turns"  # type: ignore[assignment]
+
+    def allocate(self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor) -> Plan:
+        """Return the best tokens, fewer of a later prompt."""
+        later = int(observation.positions[observation.valid].min()) > 0
+        return super().allocate(observation, segments, scores, budget // 2 if later else budget)
+
+
 class PromptsOnly(TopK):
     """Fails on blocks shorter than a prompt, but declares that it streams."""
 
@@ -185,7 +196,10 @@ _ALL_THAT_COMPARE = (
 
 BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
     (Pipeline(forgetful(), "broken-forgetful"), ("survives_a_file", "a_saved_cache_goes_on")),
-    (_pipeline("drops-one", allocator=DropsOne()), ("full_budget_is_full_attention",)),
+    (
+        _pipeline("drops-one", allocator=DropsOne()),
+        ("full_budget_is_full_attention", "turns_that_lose_nothing_are_one_prompt"),
+    ),
     (_pipeline("unlike-the-batch", scorer=UnlikeTheBatch()), ("row_alone_equals_row_in_batch",)),
     (
         _pipeline("reads-padding", scorer=ReadsPadding()),
@@ -206,9 +220,16 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
     (_pipeline("keeps-a-copy", encoder=KeepsACopy()), ("bytes_are_as_reported",)),
     # The pipeline refuses the plan, so nothing that compresses can be run.
     (_pipeline("rounds-up", allocator=RoundsUp()), ("budget_is_respected", *_ALL_THAT_COMPRESS)),
-    (_pipeline("blocks-differ", attention=BlocksDiffer()), ("decoding_steps_equal_one_block",)),
+    (
+        _pipeline("blocks-differ", attention=BlocksDiffer()),
+        ("decoding_steps_equal_one_block", "turns_that_lose_nothing_are_one_prompt"),
+    ),
+    (_pipeline("tires-of-turns", allocator=TiresOfTurns()), ("turns_that_lose_nothing_are_one_prompt",)),
     (_pipeline("prompts-only", allocator=PromptsOnly()), ("flushing_stays_within_budget",)),
-    (_pipeline("first-prompt-only", allocator=FirstPromptOnly()), ("a_second_prompt_is_compressed",)),
+    (
+        _pipeline("first-prompt-only", allocator=FirstPromptOnly()),
+        ("a_second_prompt_is_compressed", "turns_that_lose_nothing_are_one_prompt"),
+    ),
     (Pipeline(unreadable(), "broken-unreadable"), ("a_saved_cache_goes_on", "survives_a_file")),
     (_pipeline("divides-the-budget", allocator=DividesTheBudget()), ("tiny_prompts_are_served",)),
 )

@@ -216,6 +216,22 @@ def full_budget_is_full_attention(pipeline: Pipeline, batch: Batch) -> None:
     _same(got, wanted, _tolerance(wanted, batch), "the logits of the full cache")
 
 
+@law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.1)
+def turns_that_lose_nothing_are_one_prompt(pipeline: Pipeline, batch: Batch) -> None:
+    """At ratio 1 and with nothing coded, a history in two prompts, each compressed, gives the logits of transformers'
+    own cache of all of it."""
+    exact = small(pipeline, budget=Budget(ratio=1), encoder=Dense())
+    logits = []
+    for turned in (exact, None):
+        session = Session(turned, batch)
+        session.answer()
+        found = session.go_on(batch.answer(24))
+        if turned is not None:
+            session.cache.compress()
+        logits.append(torch.cat([found, session.go_on(batch.answer(1))], 1))
+    _same(logits[0], logits[1], _tolerance(logits[1], batch), "the logits of the full cache in the second turn")
+
+
 @law("pipeline", batches, weight=0.15)
 def row_alone_equals_row_in_batch(pipeline: Pipeline, batch: Batch) -> None:
     """A prompt gives the same logits alone as in a left-padded batch, after compression."""
