@@ -29,10 +29,12 @@ class Region:
 @dataclass(frozen=True)
 class Estimate:
     """Entries and bytes of one sequence, by region. An allocator may leave part of the body's budget unspent, so the
-    body's are an upper bound; offsets and the slack of growing buffers come on top."""
+    body's are an upper bound; offsets and the slack of growing buffers come on top. `graded`: the body's entries are
+    counted in the dearest of several grades, so that there may be more of them."""
 
     regions: tuple[Region, ...]
     full_bytes: int
+    graded: bool = False
 
     @property
     def bytes(self) -> int:
@@ -69,4 +71,5 @@ def estimate(pipeline: Pipeline, model: ModelInfo, itemsize: int, tokens: int) -
             kept_exactly("suffix (the question)", suffix),
         ),
         tokens * units * exact,
+        graded=len(pipeline.encoders) > 1,
     )

@@ -105,6 +105,14 @@ def test_the_estimate_is_printed():
     text = said_of(pipeline, size)
     assert "Ratio 4.00 in entries" in text
     assert "recent window" in text
+    assert "dearest grade" not in text
+
+
+def test_entries_of_several_grades_are_counted_in_the_dearest():
+    pipeline = load("gracekv+aatc", {"budget.ratio": 8})
+    size = estimate(pipeline, model_info(tiny_model("llama")), 4, 1024)
+    assert "counted in the dearest grade" in said_of(pipeline, size)
+    assert size.full_bytes / size.bytes == pytest.approx(8, rel=0.01)
 
 
 def test_what_cannot_be_estimated():
