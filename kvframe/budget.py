@@ -175,17 +175,20 @@ def entry_budget(
     itemsize: int,
     bits_per_entry: float,
     rows: Tensor | None = None,
+    block: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return `(for the body, total)`, both int64 `[B]`: entries over all layers and heads. Only `rows` (bool `[B]`,
     None = all) must be able to pay for what is protected.
 
-    The total counts the context's entries, charged protected ones included; the rest is the body's, at most all of it.
-    A row without a body gets nothing. `bits_per_entry` is what a coded entry costs, `itemsize` the bytes of one exact
-    value. Raises BudgetError if the total does not cover the charged protected tokens of a row that has a body."""
+    The total counts the context's entries, charged protected ones included; the rest is the body's, at most all of it,
+    each head's filled up to whole blocks of `block` entries, which cost as much as full ones. A row without a body gets
+    nothing. `bits_per_entry` is what a coded entry costs, `itemsize` the bytes of one exact value. Raises BudgetError
+    if the total does not cover the charged protected tokens of a row that has a body."""
     units = model.layers * model.kv_heads
     context, charged = units * regions.context, units * regions.charged
     body = units * regions.body.sum(1)
-    total = torch.minimum(total_entries(budget, context, charged, model, itemsize, bits_per_entry), context)
+    bought = total_entries(budget, context, charged, model, itemsize, bits_per_entry)
+    total = torch.minimum(bought, context)
     short = (total < charged) & (body > 0)
     short = short if rows is None else short & rows
     if bool(short.any()):
@@ -204,5 +207,6 @@ def entry_budget(
             f"{whose} buys less than the {exact} protected tokens, which take {held} bytes as they are; give more "
             "bytes or a lower budget.ratio, or lower protect.recent or protect.sink."
         )
-    left = torch.where(body > 0, total - charged, 0)
-    return torch.minimum(left, body), torch.where(body > 0, total, context)
+    left = torch.where(body > 0, bought - charged, 0)
+    filled = -(-regions.body.sum(1) // block) * block * units
+    return torch.minimum(left, filled), torch.where(body > 0, total, context)

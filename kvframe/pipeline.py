@@ -91,6 +91,11 @@ class Pipeline:
         """The encoder, or those of its grades, the cheapest first."""
         return tuple(self.spec.encoder.grades())
 
+    @property
+    def paid_block(self) -> int:
+        """Entries of a head that a prompt pays for together: whole blocks where the encoder has several grades."""
+        return self.encoders[0].block if len(self.encoders) > 1 else 1
+
     def bind(self, model: ModelInfo) -> Any:
         """Let every stage check the model; return what the encoder loaded for it, for each of several `variants` by
         itself. Raises what the stages raise."""
@@ -163,14 +168,15 @@ class Pipeline:
         sinks: Tensor | None = None,
         states: Sequence[Any] | None = None,
         bound: Any = None,
+        block: int | None = None,
     ) -> Compressed:
         """Compress the observation's body; keep the tokens where `sinks` (bool `[B, T]`) is True exactly. Layers may be
         on several devices: what is made of one stays on its own.
 
         `states` are the encoder's from an earlier run; None = fit on this observation and on `bound`, which `bind`
-        returned. Raises StageError, naming the stage, if one fails, returns what its contract forbids or writes into
-        what it was given."""
-        plan, states = self._decide(gathered(observation), budget, states, bound)
+        returned. Entries of several grades are paid for in blocks of `block`; None = `paid_block`. Raises StageError,
+        naming the stage, if one fails, returns what its contract forbids or writes into what it was given."""
+        plan, states = self._decide(gathered(observation), budget, states, bound, block)
         rope = observation.model.rope
         devices = [layer.keys.device for layer in observation.layers]
         states = spread(states, devices)
@@ -194,10 +200,10 @@ class Pipeline:
         return Compressed(tuple(layers), plan, states)
 
     def _decide(
-        self, observation: Observation, budget: Tensor, states: Sequence[Any] | None, bound: Any
+        self, observation: Observation, budget: Tensor, states: Sequence[Any] | None, bound: Any, block: int | None
     ) -> tuple[Plan, Sequence[Any]]:
         """The plan, and the encoder's states, one a layer."""
-        encoder, untouched, first = self.spec.encoder, Untouched(observation), states is None
+        encoder, untouched = self.spec.encoder, Untouched(observation)
         with blaming(encoder):
             states = grading.fit(self.encoders, observation, bound) if states is None else states
             untouched.check(encoder)
@@ -206,8 +212,7 @@ class Pipeline:
             return self.plan(observation, budget), states
         bits = self.grade_bits(observation.model, observation.layers[0].keys.element_size())
         grades = grading.grades(self.encoders, states, bits)
-        # What comes later joins blocks that are there, and fills them.
-        block = grades.block if first else 1
+        block = self.paid_block if block is None else block
         grades = replace(grades, error=grades.error.to(observation.valid.device), block=block)
         return self.plan(observation, budget, grades), states
 

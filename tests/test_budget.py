@@ -76,6 +76,9 @@ def test_entries_and_bytes():
     assert int(body) == (4000 - 4 * 10 * 64) // 10
     body, _ = entry_budget(Budget(bytes=10**9), regions, model, 4, 80)
     assert int(body) == 4 * 190
+    # Where blocks of 32 are paid for together, each head's last one is.
+    body, total = entry_budget(Budget(bytes=10**9), regions, model, 4, 80, block=32)
+    assert (int(body), int(total)) == (4 * 192, 4 * 200)
 
 
 def test_messages():

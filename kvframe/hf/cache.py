@@ -225,7 +225,9 @@ class CompressedCache(Cache):
             if len(self.pipeline.variants) > 1:
                 self._choose_width(regions, itemsize, prompt)
             bits = self.pipeline.entry_bits(self.info, itemsize)
-            budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits, prompt)
+            # What comes later, or a few tokens at a time, joins blocks that are there, and fills them.
+            block = self.pipeline.paid_block if prompt and self.states is None else 1
+            budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits, prompt, block)
             held = [layer.parts for layer in self.compressed_layers]
             limit = None
             if spec.allocator.regroups and not first:
@@ -233,7 +235,7 @@ class CompressedCache(Cache):
                 # A block may come in with what the whole body may hold: which of it stays is decided over all.
                 budget = torch.minimum(limit, regions.body.sum(1) * self.info.layers * self.info.kv_heads)
             observation = self.observe(regions, self.pipeline.needs)
-            result = self.pipeline.run(observation, budget, regions.sinks, self.states, self.bound)
+            result = self.pipeline.run(observation, budget, regions.sinks, self.states, self.bound, block)
             with blaming(spec.encoder):
                 parts = [reduce(append_part, new, old) for old, new in zip(held, result.parts, strict=True)]
             removed = None
@@ -257,8 +259,9 @@ class CompressedCache(Cache):
         variants = self.pipeline.variants
         for variant, bound in zip(variants, self.bound, strict=True):
             bits = variant.entry_bits(self.info, itemsize)
-            budget, _ = self.ledger.budget(variant.spec.budget, regions, self.info, itemsize, bits, prompt)
-            made = variant.run(observation, budget, regions.sinks, None, bound)
+            block = variant.paid_block if prompt else 1
+            budget, _ = self.ledger.budget(variant.spec.budget, regions, self.info, itemsize, bits, prompt, block)
+            made = variant.run(observation, budget, regions.sinks, None, bound, block)
             with blaming(self.kernel, variant.spec.encoder):
                 errors.append(attention_error(observation, regions, made.parts, self.kernel))
         best = min(range(len(errors)), key=errors.__getitem__)

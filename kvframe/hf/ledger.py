@@ -48,14 +48,21 @@ class Ledger:
             self.notes.append(text)
 
     def budget(
-        self, budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits: float, prompt: bool
+        self,
+        budget: Budget,
+        regions: Regions,
+        model: ModelInfo,
+        itemsize: int,
+        bits: float,
+        prompt: bool,
+        block: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """`(for the body, total)` int64 `[B]`. Later prompts, and blocks of generated tokens, get their share of the
-        ratio, or of the one that an absolute budget came to at first: their protected tokens are
-        those already there."""
+        """`(for the body, total)` int64 `[B]`; for `block` see `entry_budget`. Later prompts, and blocks of generated
+        tokens, get their share of the ratio, or of the one that an absolute budget came to at first: their protected
+        tokens are those already there."""
         first = self.begins(regions.body) & (prompt or budget.ratio is None)
         if bool(first.all()):
-            return entry_budget(budget, regions, model, itemsize, bits)
+            return entry_budget(budget, regions, model, itemsize, bits, block=block)
         body = model.layers * model.kv_heads * regions.body.sum(1)
         share = block_entries(budget, body, model, itemsize, bits)
         if share is None:
@@ -64,7 +71,7 @@ class Ledger:
         given = torch.minimum(share + (self.allowed - self.kept).clamp_min(0), body)
         if not bool(first.any()):
             return given, share
-        whole = entry_budget(budget, regions, model, itemsize, bits, first)
+        whole = entry_budget(budget, regions, model, itemsize, bits, first, block)
         return torch.where(first, whole[0], given), torch.where(first, whole[1], share)
 
     def begins(self, valid: Tensor) -> Tensor:

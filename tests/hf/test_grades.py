@@ -136,6 +136,31 @@ def test_blocks_of_an_answer_join_the_parts_of_their_grades():
         assert len(layer.parts) <= 6
 
 
+@pytest.mark.parametrize("lengths", [(40, 41), (8, 9)])
+def test_a_budget_that_pays_for_everything_keeps_it_in_the_best_grade(lengths):
+    """The last block of a head is rarely full, and it costs as much as a full one."""
+    _, _, cache = prompted(kvframe.load("identity", {**GRADED, "budget": {"bytes": "1GiB"}}), lengths)
+    cache.compress()
+    for layer in cache.compressed_layers:
+        assert [part.encoder.key_bits for part in layer.parts[1:]] == [4]
+        assert int(layer.parts[1].encoded.offsets[-1]) == 2 * (sum(lengths) - 2 * 7)
+
+
+def test_a_few_tokens_of_an_answer_do_not_pay_for_a_block():
+    """A prompt that is shorter than what is protected is first compressed with its answer: all that the budget pays
+    for is kept, whatever else is in the batch."""
+    overrides = {**GRADED, "decode.flush": 8, "budget.ratio": 1, "encoder": {**AATC, "offers": [2, 4]}}
+    for lengths in ((3,), (3, 41)):
+        model, inputs, cache = prompted(kvframe.load("identity", overrides), lengths)
+        mask = inputs["attention_mask"]
+        for token in range(12):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            ids, positions = torch.full((len(mask), 1), 5 + token), mask.sum(1, keepdim=True) - 1
+            model(ids, attention_mask=mask, position_ids=positions, cache=cache)
+        held = cache.select([0]).compressed_layers
+        assert all(sum(int(part.encoded.offsets[-1]) for part in layer.parts) == 2 * 8 for layer in held)
+
+
 def test_one_grade_is_an_encoder_like_any_other():
     pipeline = kvframe.load("identity", {**SMALL, "allocator": "graded", "budget.ratio": 3})
     _, _, cache = prompted(pipeline)

@@ -68,7 +68,6 @@ class Pruned(Allocator):
     def _allocate(self, observation: Observation, scores: Tensor, budget: Tensor, grades: Grades | None) -> Plan:
         layers, batch, heads, tokens = observation.shape
         body = observation.body
-        budget = torch.minimum(budget, layers * heads * body.sum(1))
         free = body[None, :, None].expand(layers, batch, heads, tokens)
         place = free.flatten().nonzero().squeeze(1)  # [M], by unit, then column
         unit = place // tokens
@@ -86,7 +85,7 @@ class Pruned(Allocator):
         for left, _ in forest.levels:
             row_of[begin : begin + len(left)] = row_of[left]
             begin += len(left)
-        choice = prune(forest, drop, row_of, budget, self.steps)
+        choice = prune(forest, drop, row_of, torch.minimum(budget, layers * heads * body.sum(1)), self.steps)
         return self._plan(observation, owners(forest, choice), place, unit, weight)
 
     def _points(self, observation: Observation, index: int) -> Tensor:
