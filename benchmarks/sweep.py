@@ -45,6 +45,11 @@ SPECS: dict[str, tuple[str, dict[str, object]]] = {
         "aatc-codespace",
         {**POST, "encoder.joint_heads": 1, "encoder.scale_bits": 8, "encoder.scope": "group"},
     ),
+    "graded": ("snapkv+aatc", {**PROMPT, "budget.ratio": 16}),
+    "graded-codespace": (
+        "snapkv+aatc",
+        {**PROMPT, "budget.ratio": 16, "encoder.rope": "post", "encoder.key_shift": 0},
+    ),
 }
 LABELS = {
     "stock": "DynamicCache",
@@ -58,6 +63,8 @@ LABELS = {
     "aatc": "AATC 2.5 bits, before RoPE",
     "aatc-codespace": "AATC 2.5 bits, code space",
     "aatc-codespace-heads": "AATC 2.5 bits, code space, each head",
+    "graded": "1, 2 and 4 bits, 16x fewer bytes, before RoPE",
+    "graded-codespace": "1, 2 and 4 bits, 16x fewer bytes, code space",
 }
 SPARE = 64  # columns of the preallocated cache beyond the prompt
 

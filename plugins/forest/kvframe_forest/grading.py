@@ -45,10 +45,10 @@ class Offer:
             mass[here], owner[here] = mass[left] + mass[right], owner[left]
             begin = here.stop
         total = mass.new_zeros(units).index_add_(0, unit, weight.double()).clamp_min(1e-300)
-        share = (weight.double() / total[unit])[:, None]
-        mean = mass.new_zeros(units, points.shape[1]).index_add_(0, unit, points.double() * share)
-        apart = (points.double() - mean[unit]).square().sum(-1)
-        spread = mass.new_zeros(units).index_add_(0, unit, apart * share[:, 0])
+        share = (weight.double() / total[unit]).to(points.dtype)[:, None]
+        mean = points.new_zeros(units, points.shape[1]).index_add_(0, unit, points * share)
+        apart = mean.index_select(0, unit).sub_(points).square_().sum(-1)
+        spread = mass.new_zeros(units).index_add_(0, unit, (apart * share[:, 0]).double())
         lost = spread[:, None] * grades.error.double().repeat_interleave(batch * heads, 0)  # [units, G]
         row = torch.arange(units, device=unit.device) // heads % batch
         price = torch.tensor(grades.price, dtype=torch.float64, device=unit.device)
@@ -70,7 +70,7 @@ class Offer:
 
 def prune_graded(forest: Forest, drop: Tensor, offer: Offer, budget: Tensor, steps: int) -> tuple[Choice, Tensor]:
     """The cheapest pruning at the lowest price found, by bisection, whose entries cost no more than `budget` int64
-    `[B]`; and the grade of each node, int64 `[nodes]`."""
+    `[B]`, but for at most a 256th of it; and the grade of each node, int64 `[nodes]`."""
     rows = len(budget)
     row_of_leaf = offer.row[offer.unit[: forest.leaves]]
     most = drop.new_zeros(rows).index_add_(0, row_of_leaf, drop).clamp_min(1e-30) * 2
@@ -90,4 +90,6 @@ def prune_graded(forest: Forest, drop: Tensor, offer: Offer, budget: Tensor, ste
         at = better[offer.row[offer.unit]]
         best = Choice(torch.where(at, choice.entry, best.entry), torch.where(at, choice.lost, best.lost))
         best_grade = torch.where(at, grade, best_grade)
+        if bool((budget - most_spent <= budget / 256).all()):
+            break
     return best, best_grade
