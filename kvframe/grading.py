@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,8 @@ from kvframe.errors import StageError
 from kvframe.ragged import pick_rows
 from kvframe.stages import Encoder
 from kvframe.types import Entries, Grades, LayerPlan, ModelInfo, Observation
+
+SLACK = 1e-6  # by which a share may be off, in rounding
 
 
 def bind(encoders: Sequence[Encoder], model: ModelInfo) -> Any:
@@ -42,13 +45,38 @@ def fit(encoders: Sequence[Encoder], observation: Observation, bound: Any) -> Se
     return bound if pairs and all(new is old for new, old in pairs) else states
 
 
+def offered(encoder: Encoder) -> tuple[Encoder, ...]:
+    """The encoders of its grades. Raises StageError if it offers anything else, or nothing."""
+    with blaming(encoder):
+        offers = encoder.grades()
+    listed = tuple(offers) if isinstance(offers, Sequence) else ()
+    if not listed or not all(isinstance(each, Encoder) for each in listed):
+        raise StageError(
+            f"encoder '{encoder.name}' must offer a list of encoders as its grades, but offers {offers!r}."
+        )
+    return listed
+
+
 def grades(encoders: Sequence[Encoder], states: Sequence[Any], bits: Sequence[float]) -> Grades:
-    """What an allocator is told of the encoders, whose entries cost `bits`. Raises StageError if these do not rise."""
-    if any(a >= b for a, b in pairwise(bits)):
+    """What an allocator is told of the encoders, whose entries cost `bits`. Raises StageError if these do not rise from
+    above 0, or an error is no share."""
+    # NaN compares as False, so it is found too.
+    if not all(a < b < math.inf for a, b in pairwise((0.0, *bits))):
         raise StageError(
             f"encoder '{encoders[0].name}' must offer its grades from the cheapest on, but they cost {list(bits)} bits."
         )
-    error = [[float(encoder.error(part)) for encoder, part in zip(encoders, state, strict=True)] for state in states]
+    error: list[list[float]] = []
+    for layer, state in enumerate(states):
+        error.append([])
+        for encoder, part in zip(encoders, state, strict=True):
+            with blaming(encoder):
+                lost = float(encoder.error(part))
+            if not -SLACK <= lost <= 1 + SLACK:
+                raise StageError(
+                    f"encoder '{encoder.name}' must say which share (0 to 1) coding an entry loses, but its error in "
+                    f"layer {layer} is {lost:g}."
+                )
+            error[-1].append(lost)
     return Grades(tuple(each / bits[-1] for each in bits), torch.tensor(error), encoders[0].block)
 
 

@@ -89,7 +89,7 @@ class Pipeline:
     @cached_property
     def encoders(self) -> tuple[Encoder, ...]:
         """The encoder, or those of its grades, the cheapest first."""
-        return tuple(self.spec.encoder.grades())
+        return grading.offered(self.spec.encoder)
 
     @property
     def paid_block(self) -> int:

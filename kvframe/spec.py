@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from kvframe.errors import SpecError
+from kvframe.grading import offered
 from kvframe.mistakes import BYTES, MOST_TOKENS, explain, misread
 from kvframe.registry import Registry, registry
 from kvframe.specfile import read_spec_data
@@ -165,7 +166,7 @@ class PipelineSpec(BaseModel):
                 f"encoder '{encoder.name}' leaves its width open, which says how bytes are split between entries and "
                 "bits, but the budget is not one of bytes; set budget: {ratio: 8, of: bytes}, or one width"
             )
-        if len(encoder.grades()) > 1 and (not allocator.chooses_grades or self.budget.counts_entries):
+        if len(offered(encoder)) > 1 and (not allocator.chooses_grades or self.budget.counts_entries):
             wrong = (
                 "the budget is not one of bytes; set budget: {ratio: 8, of: bytes}"
                 if allocator.chooses_grades

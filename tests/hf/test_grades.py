@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 
 import pytest
 import torch
-from tiny import batch, tiny_model
+from tiny import batch, observation, tiny_model
 
 import kvframe
 from kvframe.builtin.encoders import Dense, Int8
 from kvframe.errors import SpecError, StageError
 from kvframe.pipeline import Pipeline
-from kvframe.spec import Budget
+from kvframe.spec import Budget, PipelineSpec
 from kvframe.stages import Allocator
 from kvframe.types import Grades, LayerPlan, Plan
 
@@ -192,6 +192,46 @@ def test_grades_must_rise_in_price():
     _, _, cache = prompted(Pipeline(spec))
     with pytest.raises(StageError, match="cheapest on"):
         cache.compress()
+
+
+@pytest.mark.parametrize(
+    ("bits", "error", "says"),
+    [
+        ((float("nan"), 100.0), 0.1, "cheapest on"),
+        ((0.0, 100.0), 0.1, "cheapest on"),
+        ((50.0, float("inf")), 0.1, "cheapest on"),
+        ((50.0, 100.0), float("nan"), "error in layer 0 is nan"),
+        ((50.0, 100.0), -0.5, "error in layer 0 is -0.5"),
+        ((50.0, 100.0), 1.5, "error in layer 0 is 1.5"),
+        ((50.0, 100.0), None, "'two' fails with TypeError"),
+    ],
+)
+def test_what_an_encoder_says_of_its_grades_is_checked(bits, error, says):
+    class Said(TwoGrades):
+        declared: float = 100.0
+
+        def grades(self):
+            return [self.model_copy(update={"declared": each}) for each in bits]
+
+        def bits_per_entry(self, model, itemsize):
+            return self.declared
+
+        def error(self, state):
+            return error
+
+    pipeline, seen = Pipeline(fixed().spec.model_copy(update={"encoder": Said()})), observation([9])
+    with pytest.raises(StageError, match=says):
+        pipeline.run(seen, torch.tensor([20]))
+
+
+@pytest.mark.parametrize("offers", [None, [], [Dense(), 8], 3])
+def test_what_an_encoder_offers_must_be_encoders(offers):
+    class Offering(TwoGrades):
+        def grades(self):
+            return offers
+
+    with pytest.raises(StageError, match="'two' must offer a list of encoders"):
+        PipelineSpec.model_validate({**dict(fixed().spec), "encoder": Offering()})
 
 
 def test_what_a_plan_costs():
