@@ -320,6 +320,7 @@ class CompressedCache(Cache):
             self.pipeline, self.live_model(), self.prefix_length, self.suffix_length, needs=self.needs
         )
         self._hand_over(other)
+        other._open = self._open
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:

@@ -74,7 +74,10 @@ def test_the_width_that_attention_errs_least_with_is_kept():
     cache.compress()
     assert all(part.encoder.bits == best for part in (layer.parts[-1] for layer in cache.compressed_layers))
     assert "of 3 widths of the encoder attention errs least with bits 4" in cache.report().notes
-    assert cache.fork().pipeline == cache.pipeline
+    fork = cache.fork()
+    assert fork.pipeline == cache.pipeline
+    fork.reset()
+    assert fork.pipeline is open_pipeline
     cache.reset()
     assert cache.pipeline is open_pipeline
 
