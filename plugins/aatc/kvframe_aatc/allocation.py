@@ -109,12 +109,12 @@ def layer_targets(mean: float, raised: float, layers: int, protected: int, value
     total = int(mean * values * layers + 1e-6) - overhead * layers - sum(kept)
     if rest == 0:
         kept = [int(mean * values + 1e-6) - overhead] * first
-    elif total < 0:
+    elif total < 0 and first:
         raise StageError(
             f"A mean of {mean:g} bits over {layers} layers cannot be met: the {first} protected layers take "
             f"{mean + raised:g} bits each; lower protected_layers or raise the bits."
         )
-    if any(target < 0 for target in kept):
+    if (rest and total < 0) or any(target < 0 for target in kept):
         raise StageError(
             f"A mean of {mean:g} bits cannot be met: the scales alone take {overhead / values:.3g} bits a value; raise "
             "the bits, set scale_bits: 8, or set count_scales: false."

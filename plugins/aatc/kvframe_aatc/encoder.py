@@ -78,10 +78,11 @@ class Transform(CalibratedEncoder):
             raise ValueError(f"joint_heads must be 'all' or at least 1, but is {self.joint_heads}")
         if self.search and self.offers:
             raise ValueError("search chooses one width for all entries, and offers one for each; give one of them")
-        for bits in (*self.search, *self.offers):
-            plain = self.model_dump(exclude={"search", "offers"})
-            type(self)(**{**plain, "key_bits": bits, "value_bits": bits})
-        for name, mean in zip(("key_bits", "value_bits"), self.means, strict=True):
+        given = [("key_bits", self.means[0]), ("value_bits", self.means[1])]
+        for name, listed in (("search", self.search), ("offers", self.offers)):
+            for bits in listed:
+                given += [(f"{bits:g} of {name}", mean) for mean in (bits - self.key_shift, bits + self.key_shift)]
+        for name, mean in given:
             if not 0 <= mean <= self.max_width:
                 raise ValueError(
                     f"{name} with key_shift {self.key_shift:g} makes a mean of {mean:g} bits, "

@@ -241,7 +241,8 @@ def test_no_more_than_a_tile_is_rebuilt_at_once():
         ({"joint_heads": 0}, "joint_heads must be 'all' or at least 1"),
         ({"scale_bits": 12}, "8 or 16"),
         ({"rope": "both"}, "'pre' or 'post'"),
-        ({"search": [2, 17]}, "less than or equal to 16"),
+        ({"search": [2, 17]}, "17 of search with key_shift 0.25 makes a mean of 16.75 bits"),
+        ({"offers": [-1]}, "-1 of offers with key_shift 0.25 makes a mean of -1.25 bits"),
         ({"search": [2, 3]}, "leaves its width open"),
     ],
 )
@@ -279,8 +280,12 @@ def test_a_state_says_what_is_lost(bits):
 def test_heads_that_do_not_divide_are_refused_before_the_prefill():
     with pytest.raises(StageError, match="to code 3 KV heads jointly, but model has 2"):
         Transform(joint_heads=3, calibration="prompt").bind(info())
-    with pytest.raises(StageError, match="cannot be met"):
+    with pytest.raises(StageError, match="cannot be met: the scales alone take 2 bits a value"):
         Transform(key_bits=0.3, value_bits=0.3, key_shift=0, calibration="prompt").bind(info(heads=1, query_heads=2))
+    with pytest.raises(StageError, match="cannot be met: the 1 protected layers take 3 bits each"):
+        Transform(key_bits=2, value_bits=2, key_shift=0, protected_layers=1, calibration="prompt").bind(
+            info(heads=1, query_heads=2)
+        )
 
 
 def test_heads_with_different_tokens_cannot_be_joint():
