@@ -17,7 +17,7 @@ from kvframe_gracekv.sensitivity import Sensitivity, head_sensitivity
 
 
 class GradedFlow(Allocator):
-    """Coverage against resolution with an encoder that offers several grades: every token is dropped or coded with as
+    """Coverage against resolution with an encoder that offers several grades. Every token is dropped, or coded with as
     many bits as it is worth, so that
 
         sum over tokens of (omega * score, mixed with a uniform part) * error of the token's grade
