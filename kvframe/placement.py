@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from kvframe.plain import map_tensors
-from kvframe.types import Observation, held_tensors
+from kvframe.plain import held_tensors, map_tensors
+from kvframe.types import Observation
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,6 +14,21 @@ from kvframe.errors import InputError
 # A dataclass of anything else is never made from a file.
 OWN = "kvframe"
 SIMPLE = (bool, int, float, str, type(None))
+
+
+def held_tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from held_tensors(inner)
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from held_tensors(inner)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from held_tensors(getattr(value, part.name))
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -7,7 +7,7 @@ one batch row next to each other."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,21 +39,6 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
             storage = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()
     return sum(seen.values())
-
-
-def held_tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in a stage's state: within tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from held_tensors(inner)
-    elif isinstance(value, tuple | list):
-        for inner in value:
-            yield from held_tensors(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for part in fields(value):
-            yield from held_tensors(getattr(value, part.name))
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,12 @@ from kvframe.hf.layer import CompressedLayer, new_validity
 from kvframe.hf.ledger import Ledger
 from kvframe.hf.protected import full_rows, regions_now
 from kvframe.hf.watch import Watch
+from kvframe.plain import held_tensors
 from kvframe.ragged import append_part
 from kvframe.regroup import regroup_parts
 from kvframe.report import CacheReport
 from kvframe.split import attention_error, differences
-from kvframe.types import Needs, Observation, held_tensors
+from kvframe.types import Needs, Observation
 
 if TYPE_CHECKING:
     from kvframe.pipeline import Compressed, Pipeline
@@ -247,10 +248,8 @@ class CompressedCache(Cache):
             finish(layer.recent.keys.device for layer in self.compressed_layers)
             self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed)
         elif first and not reading:
-            count = ", ".join(str(int(n)) for n in self.valid.sum(1))
-            self.ledger.note(
-                f"nothing was compressed: the prompt ({count} tokens) is not longer than what is protected"
-            )
+            seen = ", ".join(str(int(n)) for n in self.valid.sum(1))
+            self.ledger.note(f"nothing was compressed: the prompt ({seen} tokens) is not longer than what is protected")
         self.pending = False
 
     def _choose_width(self, regions: Regions, itemsize: int, prompt: bool) -> None:
@@ -327,8 +326,7 @@ class CompressedCache(Cache):
         return self.fork()
 
     def live_model(self) -> PreTrainedModel:
-        model = self._model()
-        if model is None:
+        if (model := self._model()) is None:
             raise InputError("The model of this cache is gone, so the cache cannot be copied.")
         return model
 
@@ -341,8 +339,8 @@ class CompressedCache(Cache):
                 other.layers[index] = copy.deepcopy(mine)
         other.watch.take_over(self.watch)
         other.valid, other.positions, other.ledger = self.valid, self.positions, self.ledger.fork()
-        other.states, other.pending, other.watching = self.states, self.pending, self.watching
-        other.drafting = self.drafting
+        other.states, other.pending = self.states, self.pending
+        other.watching, other.drafting = self.watching, self.drafting
         other.note_validity()
 
     def to(self, device: torch.device | str) -> CompressedCache:
@@ -395,8 +393,7 @@ class CompressedCache(Cache):
         return all(layer.is_croppable for layer in self.layers)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last `-tokens_to_remove` columns off again (a negative number, as transformers has it).
-
-        The next few tokens then count as drafts of an answer, not as a prompt. Raises InputError for a positive number,
-        or for more columns than are still held exactly."""
+        """Take the last `-tokens_to_remove` columns off again (a negative number, as transformers has it). The next few
+        tokens then count as drafts of an answer, not as a prompt. Raises InputError for a positive number, or for more
+        columns than are still held exactly."""
         rows.crop(self, -whole_number("tokens_to_remove", tokens_to_remove))

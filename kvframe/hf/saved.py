@@ -23,9 +23,9 @@ from kvframe.hf.info import layer_devices
 from kvframe.hf.layer import CompressedLayer
 from kvframe.pipeline import Pipeline
 from kvframe.placement import on, spread
-from kvframe.plain import flatten, map_tensors, unflatten
+from kvframe.plain import flatten, held_tensors, map_tensors, unflatten
 from kvframe.spec import validate_spec
-from kvframe.types import Encoded, Part, held_tensors
+from kvframe.types import Encoded, Part
 
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache

@@ -10,8 +10,8 @@ import torch
 
 from kvframe.pipeline import Pipeline
 from kvframe.spec import Decode, spec_class
-from kvframe.testing.checks.pipeline import FLUSH, Batch, Session, batches, small
 from kvframe.testing.law import expect, law
+from kvframe.testing.session import FLUSH, Batch, Session, batches, small
 
 
 @law(
