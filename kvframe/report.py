@@ -31,6 +31,7 @@ class CacheReport:
         layers: one LayerReport per compressed layer.
         other_layers: layers left to transformers (sliding window, linear).
         notes: what the user should know, e.g. why nothing was compressed.
+        asked_bytes: what a budget of bytes asked for, e.g. "8" (times fewer) or "64.0MiB"; "" for one of entries.
     """
 
     tokens: tuple[int, ...]
@@ -44,6 +45,7 @@ class CacheReport:
     layers: tuple[LayerReport, ...]
     other_layers: int = 0
     notes: tuple[str, ...] = ()
+    asked_bytes: str = ""
 
     @property
     def byte_ratio(self) -> float:
@@ -55,12 +57,15 @@ class CacheReport:
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.bytes_by_part.items() if size)
         low = min((layer.entries[0] for layer in self.layers), default=0)
         high = max((layer.entries[1] for layer in self.layers), default=0)
+        # What a budget of bytes comes to in entries is nothing that anybody asked for.
+        by_entries = "" if self.asked_bytes else f" (asked {self.requested_ratio:.2f})"
+        by_bytes = f" (asked {self.asked_bytes})" if self.asked_bytes else ""
         lines = [
             f"tokens seen       {tokens}",
             f"entries held      {self.entries} over {len(self.layers)} layers; {low} to {high} compressed per head",
             f"bytes held        {size_text(self.bytes)} ({parts}) instead of {size_text(self.full_bytes)}",
-            f"ratio             {self.entry_ratio:.2f} in entries (asked {self.requested_ratio:.2f}), "
-            f"{self.byte_ratio:.2f} in bytes",
+            f"ratio             {self.entry_ratio:.2f} in entries{by_entries}, "
+            f"{self.byte_ratio:.2f} in bytes{by_bytes}",
             f"compression       {self.compress_seconds * 1000:.1f} ms",
         ]
         if self.other_layers:

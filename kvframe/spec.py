@@ -70,6 +70,13 @@ class Budget(BaseModel):
         return self
 
     @property
+    def asked_bytes(self) -> str:
+        """What a budget of bytes asks for, in short: "8" times fewer, or "64.0MiB"; "" for one of entries."""
+        if self.counts_entries:
+            return ""
+        return f"{self.ratio:g}" if self.bytes is None else self.bytes.human_readable()
+
+    @property
     def counts_entries(self) -> bool:
         """Whether the budget counts entries; else bytes."""
         return self.entries is not None or (self.ratio is not None and self.of == "entries")

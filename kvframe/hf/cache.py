@@ -310,6 +310,7 @@ class CompressedCache(Cache):
             list(held_tensors(self.states)) if self.bound is None else [],
             self.valid,
             len(self.layers),
+            self.pipeline.spec.budget.asked_bytes,
         )
 
     def fork(self) -> CompressedCache:

@@ -134,6 +134,7 @@ class Ledger:
         learned: Sequence[Tensor],
         valid: Tensor | None,
         n_layers: int,
+        asked_bytes: str,
     ) -> CacheReport:
         """The report of a cache with these layers; `watched` are the tensors that it holds beside them,
         `learned` those that its encoder has fitted for it alone."""
@@ -163,6 +164,7 @@ class Ledger:
             ),
             other_layers=n_layers - len(layers),
             notes=tuple(self.notes),
+            asked_bytes=asked_bytes,
         )
 
 

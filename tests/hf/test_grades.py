@@ -121,6 +121,8 @@ def test_the_bytes_are_what_the_budget_says(ratio):
     full = report.full_bytes * 1350 / 1400
     assert 0.9 * full / ratio <= held <= 1.03 * full / ratio
     assert report.entry_ratio < ratio
+    assert f"in bytes (asked {ratio})" in str(report)
+    assert "in entries (asked" not in str(report)
 
 
 def test_blocks_of_an_answer_join_the_parts_of_their_grades():
