@@ -85,7 +85,8 @@ def prune_graded(forest: Forest, drop: Tensor, offer: Offer, budget: Tensor, ste
         spent = offer.spent(choice.entry, grade, rows)
         fits = spent <= budget
         high, low = torch.where(fits, middle, high), torch.where(fits, low, middle)
-        better = fits & (spent >= most_spent)
+        # A row that is there stays as it is, whatever the others still need.
+        better = fits & (spent >= most_spent) & (budget - most_spent > budget / 256)
         most_spent = torch.where(better, spent, most_spent)
         at = better[offer.row[offer.unit]]
         best = Choice(torch.where(at, choice.entry, best.entry), torch.where(at, choice.lost, best.lost))

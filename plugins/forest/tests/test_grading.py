@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from kvframe.types import Grades
 from kvframe_forest.grading import Offer, prune_graded
+from kvframe_forest.growth import grow
+from kvframe_forest.pruning import owners
 
 PRICE, ERROR = (0.25, 1.0), [0.2, 0.01]
 
@@ -77,3 +79,22 @@ def test_what_coding_loses_is_measured_from_the_mean(forest_of):
     assert torch.allclose(noise[6:], 4 * noise[:6])
     alike = offered(forest, torch.ones_like(points), weight, unit, 2).noise
     assert float(alike.abs().max()) == pytest.approx(0, abs=1e-12)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 60))
+def test_a_row_in_a_batch_is_as_alone(forest_of, seed, mine, other):
+    """However long the search for the other row's price goes on."""
+    heads, tokens = 2, 40
+    forest, points, weight, unit = forest_of(seed, heads, tokens)
+    weights, units = torch.cat([weight, weight.flip(0)]), torch.arange(2 * heads).repeat_interleave(tokens)
+    row = units // heads
+    both = grow(torch.cat([points, points.flip(0)]), weights, units, row, 8, 6, 1.0)
+    grades = Grades(PRICE, torch.tensor([ERROR]), 4)
+    offer = Offer.of(both, torch.cat([points, points.flip(0)]), weights, units, (1, 2, heads), grades)
+    choice, grade = prune_graded(both, weights * 0.7, offer, torch.tensor([mine, other]), 40)
+    alone_offer = offered(forest, points, weight, unit, heads, block=4)
+    alone, alone_grade = prune_graded(forest, weight * 0.7, alone_offer, torch.tensor([mine]), 40)
+    together, single = owners(both, choice)[: heads * tokens], owners(forest, alone)
+    assert torch.equal(together >= 0, single >= 0)
+    kept = single >= 0
+    assert torch.equal(grade[together[kept]], alone_grade[single[kept]])
