@@ -37,12 +37,12 @@ def fit(encoders: Sequence[Encoder], observation: Observation, bound: Any) -> Se
     given = [None] * len(encoders) if bound is None else list(zip(*bound, strict=True))
     learned = [encoder.fit(observation, mine) for encoder, mine in zip(encoders, given, strict=True)]
     states = list(zip(*learned, strict=True))
-    pairs = (
-        []
-        if bound is None
-        else [pair for layer in zip(states, bound, strict=True) for pair in zip(*layer, strict=True)]
-    )
-    return bound if pairs and all(new is old for new, old in pairs) else states
+    if bound is None:
+        return states
+    layers = zip(states, bound, strict=True)
+    same = all(new is old for layer in layers for new, old in zip(*layer, strict=True))
+    # One object for both, so that nothing is moved or counted twice.
+    return bound if same else states
 
 
 def offered(encoder: Encoder) -> tuple[Encoder, ...]:

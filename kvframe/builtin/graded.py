@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvframe.ops import spend_grades
+from kvframe.ops import grade_tokens
 from kvframe.stages import Allocator
 from kvframe.types import Grades, LayerPlan, Observation, Plan, Segments
 
@@ -49,18 +49,12 @@ class Graded(Allocator):
         self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor, grades: Grades
     ) -> Plan:
         """Return a plan of graded single tokens within the budget."""
-        layers, batch, heads, _ = observation.shape
         grade = torch.full(observation.shape, -1, dtype=torch.int64, device=scores.device)
-        for row in range(batch):
+        for row in range(observation.shape[1]):
             body = observation.body[row].nonzero()[:, 0]
             weight = self._weights(scores[:, row][..., body])  # [L, H, N]
-            together = heads if self.agrees else 1
-            unit = weight.sum(1) if self.agrees else weight.flatten(0, 1)  # [U, N]
-            error = grades.error.repeat_interleave(heads // together, 0)
-            found = spend_grades(
-                *(unit, error, grades.price, float(budget[row])), block=grades.block, heads=together, drop=self.drop
-            )
-            grade[:, row][..., body] = found.unflatten(0, (layers, -1)).expand(layers, heads, -1)
+            found = grade_tokens(weight, grades, float(budget[row]), joint=self.agrees, drop=self.drop)
+            grade[:, row][..., body] = found
         return Plan(tuple(LayerPlan.graded(layer) for layer in grade))
 
     def _weights(self, scores: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragge
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.ops.select_top import select_top
 from kvframe.ops.soft_matching import soft_matching
-from kvframe.ops.spend_grades import spend_grades
+from kvframe.ops.spend_grades import grade_tokens, spend_grades
 
 __all__ = [
     "IntervalTables",
@@ -16,6 +16,7 @@ __all__ = [
     "Rebuild",
     "bitpack",
     "dense_attention",
+    "grade_tokens",
     "gram_band",
     "interval_distortion",
     "interval_sums",

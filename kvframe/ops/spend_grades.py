@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvframe.types import Grades
 
 
 def spend_grades(
@@ -52,6 +56,18 @@ def spend_grades(
     taken[best] = (spent <= budget * (1 + 1e-12)) & density.isfinite()
     reached = torch.where(taken.view(units, blocks, steps), target[:, None], -1).amax(-1)  # [U, K]
     return grade.scatter_(1, order, reached.repeat_interleave(block, 1)[:, :tokens])
+
+
+def grade_tokens(worth: Tensor, grades: Grades, budget: float, *, joint: bool, drop: float) -> Tensor:
+    """Return the grade of each token of one batch row, int64 `[L, H, N]`, -1 = dropped, for `worth [L, H, N]` and a
+    `budget` in entries of the dearest grade: see `spend_grades`. With `joint` the heads of a layer share their tokens'
+    grades, and their worths add up."""
+    layers, heads, _ = worth.shape
+    together = heads if joint else 1
+    unit = worth.sum(1) if joint else worth.flatten(0, 1)  # [U, N]
+    error = grades.error.repeat_interleave(heads // together, 0)
+    found = spend_grades(unit, error, grades.price, budget, block=grades.block, heads=together, drop=drop)
+    return found.unflatten(0, (layers, -1)).expand(layers, heads, -1)
 
 
 def hulls(error: Tensor, price: Sequence[float], drop: float) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -182,21 +182,6 @@ def coded(stage: Encoder, entries: Entries, state: Any) -> tuple[Encoded, Entrie
     kept = entries if stage.uses_positions else replace(entries, positions=None)
     encoded = stage.encode(kept, state)
     return encoded, stage.decode(encoded, state)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors within arguments or results."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, tuple | list):
-        for inner in value:
-            yield from tensors_in(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for part in fields(value):
-            yield from tensors_in(getattr(value, part.name))
 
 
 def by_row(stage: Any, case: Case, result: Any, layout: Layout = PLAIN) -> list[dict[str, tuple[Tensor, float]]]:

@@ -8,21 +8,20 @@ from typing import Literal
 import pytest
 import torch
 from accelerate.hooks import attach_align_device_hook
+from curious import SEEN, Curious, curious_pipeline
 from pretend import pretend_devices, spread_model
 from tiny import batch, greedy, tiny_model
 from transformers import DynamicCache
 
 import kvframe
-from kvframe.builtin.allocators import TopK
 from kvframe.builtin.encoders import Dense, Int8
 from kvframe.errors import InputError
 from kvframe.hf import model_info
 from kvframe.hf.devices import finish
 from kvframe.hf.reader import Reader
 from kvframe.pipeline import Pipeline
-from kvframe.stages import Scorer
 from kvframe.testing.checks.pipeline import held_tensors
-from kvframe.types import Needs, Reading
+from kvframe.types import Reading
 
 HOME, AWAY = "pretend:0", "pretend:1"
 SHORT = {"protect.recent": 5, "protect.sink": 2}
@@ -171,31 +170,20 @@ def test_beams_and_padding(models):
     assert torch.equal(one, two)
 
 
-class Curious(Scorer):
-    """Asks for everything, and tells what it was shown."""
-
-    name: Literal["curious"] = "curious"
-
-    @property
-    def needs(self):
-        return Needs(queries="all", head_outputs=5, hidden_states=(0.0, 0.4, 0.9), surprisal=True)
+class CuriousAtHome(Curious):
+    """Expects everything at home, weights and rotation included."""
 
     def score(self, observation, segments):
-        SEEN.append(observation)
         for layer in range(3):
             weights = (observation.model.output_weight(layer), *observation.model.projection_bias(layer))
             assert places([*weights, observation.model.rope]) == {HOME}
-        return torch.ones(observation.shape, device=observation.valid.device)
-
-
-SEEN = []
+        return super().score(observation, segments)
 
 
 def test_stages_see_everything_on_the_first_layers_device(transfers):
     SEEN.clear()
     spec = kvframe.load("identity", SHORT).spec
-    fields = {name: getattr(spec, name) for name in type(spec).model_fields}
-    pipeline = Pipeline(type(spec).model_construct(**{**fields, "scorer": Curious(), "allocator": TopK()}))
+    pipeline = curious_pipeline(scorer=CuriousAtHome(), protect=spec.protect, budget=spec.budget)
     for first in (9, 2):
         model = spread_model("qwen2", first)
         cache = pipeline.cache(model)

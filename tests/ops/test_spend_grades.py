@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframe.ops import spend_grades
+from kvframe.ops import grade_tokens, spend_grades
+from kvframe.types import Grades, LayerPlan
 
 PRICE = (0.25, 0.5, 1.0)
 ERROR = (0.1, 0.03, 0.002)
@@ -70,6 +71,21 @@ def test_layers_that_lose_more_by_coarse_codes_get_finer_ones():
     error = torch.tensor([[0.01, 0.005, 0.001], [0.4, 0.1, 0.001]])
     grade = spend_grades(weight, error, PRICE, 40)
     assert grade[1].float().mean() > grade[0].float().mean()
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_heads_share_their_grades_or_do_not(joint):
+    worth = torch.rand(2, 3, 17, generator=torch.Generator().manual_seed(4))
+    grades = Grades(PRICE, torch.tensor([ERROR, ERROR]), 4)
+    found = grade_tokens(worth, grades, 30.0, joint=joint, drop=0.5)
+    assert found.shape == worth.shape
+    assert sum(float(grades.cost(LayerPlan.graded(layer[None])).sum()) for layer in found) <= 30
+    assert bool((found == found[:, :1]).all()) is joint
+    unit = worth.sum(1) if joint else worth.flatten(0, 1)
+    heads = 3 if joint else 1
+    error = grades.error.repeat_interleave(3 // heads, 0)
+    again = spend_grades(unit, error, PRICE, 30.0, block=4, heads=heads, drop=0.5)
+    assert torch.equal(found, again.view(2, -1, 17).expand(2, 3, 17))
 
 
 def test_nothing_and_no_weight():

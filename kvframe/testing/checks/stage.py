@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvframe.errors import KvframeError
+from kvframe.plain import held_tensors
 from kvframe.stages import Encoder, Kernel
 from kvframe.testing.case import (
     Case,
@@ -19,7 +20,6 @@ from kvframe.testing.case import (
     first_difference,
     fitted,
     invoke,
-    tensors_in,
 )
 from kvframe.testing.law import expect, law
 from kvframe.testing.prompt import Layout
@@ -105,13 +105,13 @@ def is_pure(stage: Any, cases: tuple[Case, Case]) -> None:
     """Inputs are not changed, nor torch's random state; the same inputs give the same bits, whatever came in
     between."""
     given, other = (arguments(stage, case) for case in cases)
-    before, state = [tensor.clone() for tensor in tensors_in(given)], torch.get_rng_state()
-    first = [tensor.clone() for tensor in tensors_in(invoke(stage, given))]
+    before, state = [tensor.clone() for tensor in held_tensors(given)], torch.get_rng_state()
+    first = [tensor.clone() for tensor in held_tensors(invoke(stage, given))]
     expect(torch.equal(torch.get_rng_state(), state), "torch's global random state as before (use a local generator)")
-    for old, new in zip(before, tensors_in(given), strict=True):
+    for old, new in zip(before, held_tensors(given), strict=True):
         expect(torch.equal(old, new), "inputs as before", f"an input {list(new.shape)} of {new.dtype} that changed")
     invoke(stage, other)
-    again = list(tensors_in(invoke(stage, given)))
+    again = list(held_tensors(invoke(stage, given)))
     expect(len(first) == len(again), "the same outputs twice")
     for old, new in zip(first, again, strict=True):
         difference = first_difference((new, 0.0), (old, 0.0))

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvframe.ops import spend_grades
+from kvframe.ops import grade_tokens
 from kvframe.stages import Allocator
 from kvframe.types import Grades, LayerPlan, Needs, Observation, Plan, Segments
 from kvframe_gracekv.exact_flow import NO_QUESTION
@@ -64,10 +64,7 @@ class GradedFlow(Allocator):
         self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor, grades: Grades
     ) -> Plan:
         """Return a plan of graded single tokens within the budget."""
-        layers, _, heads, _ = observation.shape
         grade = torch.full(observation.shape, -1, dtype=torch.int64, device=scores.device)
-        together = heads if self.agrees else 1
-        error = grades.error.repeat_interleave(heads // together, 0)
         asked = True
         for row in rows(observation, 32, 16):
             if not len(row.body):
@@ -75,14 +72,7 @@ class GradedFlow(Allocator):
             asked &= row.asked
             omega = head_sensitivity(observation, row, self.sensitivity, self.name)
             worth = scores[:, row.index][..., row.body] * omega[..., None]  # [L, H, N]
-            worth = worth.sum(1) if self.agrees else worth.flatten(0, 1)
             worth = (1 - self.uniform) * worth + self.uniform * worth.mean()
-            found = spend_grades(
-                *(worth, error, grades.price, float(budget[row.index])),
-                block=grades.block,
-                heads=together,
-                drop=self.drop,
-            )
-            spread = found.unflatten(0, (layers, -1)).expand(layers, heads, -1)
-            grade[:, row.index][..., row.body] = spread
+            found = grade_tokens(worth, grades, float(budget[row.index]), joint=self.agrees, drop=self.drop)
+            grade[:, row.index][..., row.body] = found
         return Plan(tuple(LayerPlan.graded(layer) for layer in grade), () if asked else (NO_QUESTION,))
