@@ -17,7 +17,7 @@ from torch import Tensor
 from kvframe.errors import StageError
 
 if TYPE_CHECKING:
-    from kvframe.rope import Rope
+    from kvframe.rope import LayerRopes, Rope
     from kvframe.stages import Encoder
 
 Amount = int | Literal["all"]
@@ -76,7 +76,8 @@ class ModelInfo:
         layers: `L`, the number of compressed layers; `layer_ids` are their indices in the model.
         query_heads, kv_heads, head_dim: `Hq`, `H`, `D`.
         scale: factor on q.k before the softmax.
-        rope: rotation of this model's keys and queries.
+        rope: rotation of this model's keys and queries; `rope[layer]` is that of a layer in 0..L-1, whether or not all
+            rotate alike.
         output_weight: layer in 0..L-1 -> the output projection as [Hq, D, hidden].
         projection_bias: layer in 0..L-1 -> the biases `[H * D]` that keys (before RoPE) and values contain; None for
             one that does not exist, or is not plainly added.
@@ -91,7 +92,7 @@ class ModelInfo:
     kv_heads: int
     head_dim: int
     scale: float
-    rope: Rope
+    rope: Rope | LayerRopes
     output_weight: Callable[[int], Tensor]
     layer_ids: tuple[int, ...]
     name: str = "model"
