@@ -68,6 +68,9 @@ def kvframe_attention(
     first compression), `attention_mask` the mask whose last R columns belong to them. Returns `([B, Q, Hq, D],
     None)`."""
     layer: CompressedLayer | None = kwargs.pop(LAYER, None)
+    if (listen := getattr(layer, "listen", None)) is not None:  # one that only looks on; see `kvframe.hf.probe`
+        listen(module, query, scaling, kwargs)
+        layer = None
     if layer is None:
         return _base(module, base)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for name in UNSUPPORTED:
