@@ -3,6 +3,7 @@ into its cache and calls its attention function. What kvframe must know of a lay
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,19 +148,25 @@ def _noting(found: Watched, layer: int, name: str) -> Any:
     return hook
 
 
+def _takes_positions(model: nn.Module) -> bool:
+    """Whether the model, or that in a wrapper, names position_ids: `generate` passes them only then."""
+    named = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+    return "position_ids" in inspect.signature(named.forward).parameters
+
+
 def _read(model: PreTrainedModel, position: int, watched: Watched) -> dict[int, Seen]:
     cache = _Listening(model.config)
     config = model.config.get_text_config(decoder=True)
     # Where accelerate keeps weights elsewhere between calls, it brings what comes to them.
     home = next((tensor.device for tensor in model.parameters() if tensor.device.type != "meta"), torch.device("cpu"))
     token = torch.full((1, 1), config.vocab_size // 2, device=home)
-    where = torch.full((1, 1), position, device=home)
+    placed = {"position_ids": torch.full((1, 1), position, device=home)} if _takes_positions(model) else {}
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
     try:
         # In training, dropout must fall alike in both readings.
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
-            model(input_ids=token, position_ids=where, cache=cache, use_cache=True)
+            model(input_ids=token, cache=cache, use_cache=True, **placed)
     except ModelError:
         raise
     # A model may fail with anything.
