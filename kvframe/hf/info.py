@@ -13,7 +13,7 @@ from kvframe.arguments import expect
 from kvframe.errors import ModelError
 from kvframe.hf import rotation
 from kvframe.hf.fingerprint import fingerprint
-from kvframe.hf.probe import Probe, Seen, probe
+from kvframe.hf.probe import Probe, Seen, probe, unwrapped
 from kvframe.hf.projections import check_linear, linear_bias, linear_weight, output_projection
 from kvframe.hf.reading import own_reading
 from kvframe.placement import on
@@ -98,8 +98,10 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
         key, value = (_bias(modules[layer], name, one) if added[name] else None for name in ("k_proj", "v_proj"))
         return at_home((key, value))
 
+    name = type(unwrapped(model)).__name__
+
     def identify() -> str:
-        return fingerprint(model, (len(layer_ids), query_heads, kv_heads, head_dim, scale, type(model).__name__))
+        return fingerprint(model, (len(layer_ids), query_heads, kv_heads, head_dim, scale, name))
 
     return ModelInfo(
         layers=len(layer_ids),
@@ -110,7 +112,7 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
         rope=at_home(ropes),
         output_weight=output_weight,
         layer_ids=layer_ids,
-        name=type(model).__name__,
+        name=name,
         projection_bias=projection_bias,
         devices=devices if all(device.type != "meta" for device in devices) else (),
         identify=identify,

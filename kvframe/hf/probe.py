@@ -148,10 +148,14 @@ def _noting(found: Watched, layer: int, name: str) -> Any:
     return hook
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The transformers model itself, which may stand in a wrapper such as PEFT's."""
+    return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+
+
 def _takes_positions(model: nn.Module) -> bool:
-    """Whether the model, or that in a wrapper, names position_ids: `generate` passes them only then."""
-    named = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
-    return "position_ids" in inspect.signature(named.forward).parameters
+    """Whether the model names position_ids: `generate` passes them only then."""
+    return "position_ids" in inspect.signature(unwrapped(model).forward).parameters
 
 
 def _read(model: PreTrainedModel, position: int, watched: Watched) -> dict[int, Seen]:
