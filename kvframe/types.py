@@ -83,6 +83,8 @@ class ModelInfo:
             one that does not exist, or is not plainly added.
         devices: where each of the compressed layers runs; () = all of them on one device. What the stages are given,
             and what `rope` and the weights are on, is the first one's.
+        channel_order: int64 `[D]`, the model's channels in the order in which stages see those of keys and queries;
+            None = its own. Of a model that rotates neighbouring channels together they see the half-split order.
         identify: gives `fingerprint`, which costs a look at the weights.
         read: lets the model read a text of kvframe's own, with what a stage needs observed; None where there is none.
     """
@@ -98,6 +100,7 @@ class ModelInfo:
     name: str = "model"
     projection_bias: Callable[[int], tuple[Tensor | None, Tensor | None]] = no_bias
     devices: tuple[torch.device, ...] = ()
+    channel_order: Tensor | None = None
     identify: Callable[[], str] = str
     read: Callable[[Needs], Reading] | None = None
 

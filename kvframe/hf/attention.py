@@ -87,7 +87,8 @@ def kvframe_attention(
         exact = dense_attention(query, key, value, scale, bias)
         # A `try` costs a step nothing, where a context manager would.
         try:
-            compressed = [part_kernel.attend(query, part, scale) for part_kernel, part in layer.kernels()]
+            asked = layer.ordered(query)
+            compressed = [part_kernel.attend(asked, part, scale) for part_kernel, part in layer.kernels()]
             merged = merge_attention([*compressed, exact])[0]
         except PASSED_ON:
             raise

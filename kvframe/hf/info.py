@@ -17,7 +17,7 @@ from kvframe.hf.probe import Probe, Seen, probe, unwrapped
 from kvframe.hf.projections import check_linear, linear_bias, linear_weight, output_projection
 from kvframe.hf.reading import own_reading
 from kvframe.placement import on
-from kvframe.rope import LayerRopes, Rope, of_layers
+from kvframe.rope import Rope, of_layers
 from kvframe.types import ModelInfo
 
 T = TypeVar("T")
@@ -87,16 +87,18 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
         weight = at_home(linear_weight(projections[layer], query_heads * head_dim, like(layer)))  # [Hq * D, hidden]
         return weight.reshape(query_heads, head_dim, -1)
 
-    ropes = _ropes(model, layer_ids, seen)
+    rotations = _rotations(model, layer_ids, seen)
+    ropes = of_layers([one.rope for one in rotations])
+    order = next((one.order(head_dim) for one in rotations if one.interleaved), None)
 
-    plain = [] if seen is None else [_plainly_added(seen.near[i], ropes[at]) for at, i in enumerate(layer_ids)]
+    plain = [] if seen is None else [_plainly_added(seen.near[i], ropes[at], order) for at, i in enumerate(layer_ids)]
 
     def projection_bias(layer: int) -> tuple[Tensor | None, Tensor | None]:
         if seen is None:
             return None, None
         one, added = seen.near[layer_ids[layer]], plain[layer]
         key, value = (_bias(modules[layer], name, one) if added[name] else None for name in ("k_proj", "v_proj"))
-        return at_home((key, value))
+        return at_home((_ordered(key, order), value))
 
     name = type(unwrapped(model)).__name__
 
@@ -114,6 +116,7 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
         layer_ids=layer_ids,
         name=name,
         projection_bias=projection_bias,
+        channel_order=order,
         devices=devices if all(device.type != "meta" for device in devices) else (),
         identify=identify,
         read=own_reading(model),
@@ -200,35 +203,50 @@ def _shape(model: PreTrainedModel, seen: Probe, layer: int) -> tuple[int, int, i
     return queries[1], keys[1], keys[3], one.scale
 
 
-def _ropes(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe | None) -> Rope | LayerRopes:
+def _rotations(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe | None) -> list[rotation.Rotation]:
     """The rotation of each layer, as its keys show it; of a model without weights as its modules say."""
     offers = rotation.offered(model)
     if seen is None:
-        return offers[0].rope if offers else Rope(torch.empty(0))
-    found: list[Rope] = []
+        return [offers[0] if offers else rotation.NONE] * len(layer_ids)
+    found = []
     for layer in layer_ids:
         keys = torch.cat([seen.near[layer].keys, seen.there[layer].keys])[:, :, 0]  # [2, H, D]
         likely = rotation.likeliest(offers, keys, (0, seen.far), seen.noise(layer))
         # With positions in its embeddings nothing is the same at both.
         if likely is None and not offers:
-            likely = rotation.Rotation(Rope(keys.new_empty(0, dtype=torch.float32)), "none")
+            likely = rotation.NONE
         if likely is None:
-            raise _unknown(model, f"the rotation of the keys of layer {layer} is not the half-split one")
+            raise _unknown(model, f"the keys of layer {layer} are turned otherwise than any of its rotary modules says")
         if likely.kind in rotation.CHANGING:
             raise _unknown(
                 model, f"its RoPE is of type '{likely.kind}', whose frequencies change with the length of the prompt"
             )
-        found.append(likely.rope)
-    return of_layers(found)
+        found.append(likely)
+    orders = {tuple(one.order(keys.shape[-1]).tolist()) for one in found if len(one.rope.inv_freq)}
+    if len(orders) > 1:
+        raise _unknown(model, "its layers pair the channels that they rotate differently")
+    return found
 
 
-def _plainly_added(one: Seen, rope: Rope) -> dict[str, bool]:
+def _ordered(rows: Tensor | None, order: Tensor | None) -> Tensor | None:
+    """Rows of heads `[H * D]` with the channels of each in this order."""
+    if rows is None or order is None:
+        return rows
+    return rows.view(-1, len(order))[:, order.to(rows.device)].reshape(-1)
+
+
+def _plainly_added(one: Seen, rope: Rope, order: Tensor | None) -> dict[str, bool]:
     """Whether nothing comes between each projection and the cache but RoPE, so that its bias is in what is cached."""
     origin = one.keys.new_zeros(1, 1, dtype=torch.int64)
-    cached = {"k_proj": rope.unrotate(one.keys, origin), "v_proj": one.values}
+    keys = one.keys if order is None else one.keys[..., order.to(one.keys.device)]
+    cached = {"k_proj": rope.unrotate(keys, origin), "v_proj": one.values}
     found = {}
     for name, tensor in cached.items():
-        given = one.projected[name][0].reshape(-1).float() if name in one.projected else torch.empty(0)
+        projected = one.projected[name][0].reshape(-1).float() if name in one.projected else None
+        given = _ordered(projected, order if name == "k_proj" else None)
+        if given is None:
+            found[name] = False
+            continue
         mine = tensor.transpose(1, 2).reshape(-1).float()
         rounding = 8 * max(torch.finfo(one.keys.dtype).eps, torch.finfo(torch.float32).eps)
         found[name] = given.shape == mine.shape and torch.allclose(given, mine, 0, rounding * float(given.abs().max()))

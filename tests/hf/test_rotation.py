@@ -4,10 +4,14 @@ import pytest
 import torch
 from tiny import SHAPE, batch
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GlmConfig,
+    GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -54,6 +58,8 @@ FAMILIES = {
         [16, 16],
     ),
     "phi3 in part": (lambda: made(Phi3Config, Phi3ForCausalLM, partial_rotary_factor=0.5), [8, 8, 8]),
+    "glm": (lambda: made(GlmConfig, GlmForCausalLM, partial_rotary_factor=0.5, attention_bias=True), [8, 8, 8]),
+    "cohere": (lambda: made(CohereConfig, CohereForCausalLM), [16, 16, 16]),
     "gpt2": (
         lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=97, n_positions=512)).eval(),
         [0, 0, 0],
@@ -73,7 +79,7 @@ def test_the_same_token_has_the_same_key_before_rotation(family, dtype):
         return
     cache = kvframe.load("identity").cache(model)
     model(torch.full((1, 90), 5), cache=cache)
-    keys = cache.compressed_layers[0].recent.keys
+    keys = cache.compressed_layers[0].observe(Needs()).keys
     plain = info.rope[0].unrotate(keys, torch.arange(90))
     rounding = 6 * torch.finfo(dtype).eps * float(keys.abs().max())
     assert torch.allclose(plain, plain[:, :, :1].expand_as(plain), 0, rounding)
@@ -98,7 +104,7 @@ def test_a_module_that_turns_otherwise_than_its_rotary_module_says_is_refused():
     rotary = model.model.rotary_emb
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(x, 3 * position_ids)
-    with pytest.raises(ModelError, match="rotation of the keys of layer 0 is not the half-split one"):
+    with pytest.raises(ModelError, match="keys of layer 0 are turned otherwise"):
         model_info(model)
 
 
@@ -170,3 +176,31 @@ def test_queries_turn_as_keys_do():
     first = seen.layers[0]
     plain = seen.model.rope[0].unrotate(first.queries, torch.arange(33))
     assert torch.allclose(plain, plain[:, :, :1].expand_as(plain), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["glm", "cohere"])
+def test_neighbouring_channels_that_turn_together(family):
+    """Stages and encoders see the half-split order, the model its own; biases are those of what stages see."""
+    model = FAMILIES[family][0]()
+    inputs = batch([70, 41])
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    want = model.generate(**inputs, **settings)
+    wide = {"encoder.calibration": "prompt", "encoder.key_bits": 12, "encoder.value_bits": 12}
+    for name, changes in (
+        ("gracekv", {"budget.ratio": 1}),
+        ("centroidkv", {"budget.ratio": 1, "decode.flush": 2}),
+        ("int8", {}),
+        ("aatc", {**wide, "encoder.protected_layers": 0}),
+    ):
+        cache = kvframe.load(name, {"protect.recent": 8, **changes}).cache(model)
+        assert torch.equal(model.generate(**inputs, cache=cache, **settings), want), name
+    if family == "glm":
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.k_proj.bias.normal_()
+                layer.self_attn.v_proj.bias.normal_()
+        info = model_info(model)
+        key, value = info.projection_bias(1)
+        projection = model.model.layers[1].self_attn.k_proj
+        assert torch.equal(key.view(2, 16)[:, :4], projection.bias.view(2, 16)[:, [0, 2, 4, 6]])
+        assert torch.equal(value, model.model.layers[1].self_attn.v_proj.bias)
