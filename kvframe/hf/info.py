@@ -56,9 +56,7 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
     # Wrappers such as those of PEFT pass on what they are asked for.
     expect("model", model, nn.Module, "a transformers model, as load_model returns with its tokenizer")
     layer_ids = compressible_layers(model)
-    # accelerate may keep all weights elsewhere between calls; a model without any cannot be tried.
-    real = any(_device(module).type != "meta" for module in attention_modules(model))
-    seen = probe(model) if real else None
+    seen = probe(model) if _can_run(model) else None
     modules = _modules(model, layer_ids, seen)
     projections = [_projection(model, module, layer) for module, layer in zip(modules, layer_ids, strict=True)]
     shapes = {
@@ -121,6 +119,13 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
         identify=identify,
         read=own_reading(model),
     )
+
+
+def _can_run(model: PreTrainedModel) -> bool:
+    """Whether the model has weights, here or wherever accelerate keeps them between calls."""
+    if any(tensor.device.type != "meta" for tensor in model.parameters()):
+        return True
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def _modules(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe | None) -> list[Any]:
@@ -212,8 +217,8 @@ def _rotations(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe |
     for layer in layer_ids:
         keys = torch.cat([seen.near[layer].keys, seen.there[layer].keys])[:, :, 0]  # [2, H, D]
         likely = rotation.likeliest(offers, keys, (0, seen.far), seen.noise(layer))
-        # With positions in its embeddings nothing is the same at both.
-        if likely is None and not offers:
+        # Where positions are in the embeddings nothing is the same at both, but keys are still what was projected.
+        if likely is None and not offers and seen.there[layer].keys_as_projected:
             likely = rotation.NONE
         if likely is None:
             raise _unknown(model, f"the keys of layer {layer} are turned otherwise than any of its rotary modules says")

@@ -19,6 +19,7 @@ from kvframe.errors import ModelError
 from kvframe.hf.attention import LAYER, use_kvframe_attention
 
 FAR = 997  # far enough that all but the slowest channels have turned
+# Whose biases and weights are asked for; a projection of another name may give them all together.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -32,7 +33,7 @@ class Seen:
         queries: shape `[1, Hq, 1, D]` of the queries.
         scale: factor on q.k.
         calls: how often the attention function was called.
-        projected: what the modules k_proj and v_proj gave, `[1, 1, H * D]`, and how many channels came to them.
+        projected: what the parts of the module gave, `[1, 1, …]`, and how many channels came to them, by their names.
         settings: what else the attention function was given.
         told: what the layer passes to the cache beside keys and values, None if nothing.
     """
@@ -46,6 +47,13 @@ class Seen:
     projected: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     told: dict[str, Any] | None = None
+
+    @property
+    def keys_as_projected(self) -> bool:
+        """Whether the keys are, as they are, among what some part of the module gave, `H * D` channels at a time."""
+        keys = self.keys.transpose(1, 2).reshape(1, -1)
+        whole = (out.reshape(-1) for out, _ in self.projected.values() if out.numel() % keys.numel() == 0)
+        return any(bool((out.view(-1, keys.numel()) == keys).all(1).any()) for out in whole)
 
     def listen(self, module: nn.Module, query: Tensor, scale: float | None, settings: dict[str, Any]) -> None:
         """Note a call of the attention function."""
@@ -126,13 +134,12 @@ def _state(model: PreTrainedModel) -> tuple[Any, ...]:
 def _watched(model: PreTrainedModel) -> Iterator[Watched]:
     """What the projections of each layer give, and how many channels come to them, by its index, while this lasts."""
     found: Watched = {}
-    handles = []
+    handles: list[Any] = []
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
-        for name in PROJECTIONS:
-            part = getattr(module, name, None)
-            if isinstance(layer, int) and isinstance(part, nn.Module):
-                handles.append(part.register_forward_hook(_noting(found, layer, name)))
+        if isinstance(layer, int):
+            parts = module.named_children()
+            handles += [part.register_forward_hook(_noting(found, layer, name)) for name, part in parts]
     try:
         yield found
     finally:
@@ -142,7 +149,7 @@ def _watched(model: PreTrainedModel) -> Iterator[Watched]:
 
 def _noting(found: Watched, layer: int, name: str) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and args:
+        if isinstance(output, Tensor) and args and isinstance(args[0], Tensor):
             found.setdefault(layer, {})[name] = output.detach(), args[0].shape[-1]
 
     return hook
