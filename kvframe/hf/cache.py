@@ -22,10 +22,12 @@ from kvframe.contracts import blaming
 from kvframe.errors import InputError, ModelError
 from kvframe.hf import rows
 from kvframe.hf.attention import use_kvframe_attention
+from kvframe.hf.columns import Columns
 from kvframe.hf.devices import finish
 from kvframe.hf.info import attention_modules, model_info
-from kvframe.hf.layer import CompressedLayer, new_validity
+from kvframe.hf.layer import CompressedLayer
 from kvframe.hf.ledger import Ledger
+from kvframe.hf.masks import Offset, validity_bias
 from kvframe.hf.protected import full_rows, regions_now
 from kvframe.hf.watch import Watch
 from kvframe.plain import held_tensors
@@ -82,6 +84,7 @@ class CompressedCache(Cache):
         self.ledger = Ledger()
         self.valid: Tensor | None = None  # bool [B, R], the recent columns that hold an exact token
         self.positions: Tensor | None = None  # int64 [B, R]
+        self.columns = Columns()
         self.recent_validity_bias: Tensor | None = None
         self.trailing_padding = 0
         self.watching = True
@@ -97,7 +100,10 @@ class CompressedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer; the first compressed one lets the cache do its work between two steps."""
         if layer_idx == self.info.layer_ids[0]:
-            self._before_step(key_states, kwargs.get("kwargs") or {})
+            try:
+                self._before_step(key_states, kwargs.get("kwargs") or {})
+            finally:
+                self.columns.hidden = None  # as the mask of this call has it
         if self._awaited is not None:
             self._awaited = None
             raise ModelError(f"The model's attention did not reach the kvframe cache it was called with; {OWN_MODEL}")
@@ -156,24 +162,14 @@ class CompressedCache(Cache):
         elif flush is not None and self.valid is not None and bool(full_rows(self, self.valid, flush).any()):
             self._compress(self.suffix_length, prompt=False)
 
-    def watch_mask(self, layer: CompressedLayer, length: int, mask: Tensor | None) -> None:
-        """Note, once a step, which of the new columns are tokens."""
-        if layer is not self.compressed_layers[0] or self.positions is None:
-            return
-        new = new_validity(mask, len(self.positions), length, self.positions.device)
-        self.valid = new if self.valid is None else torch.cat([self.valid, new], 1)
-        self.ledger.see(new)
-        if length > 1 or self.recent_validity_bias is not None:
-            self.note_validity()
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As transformers has it; the offset says whose it is, so that the mask function can ask the cache."""
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        return length, Offset.of(self, offset)
 
     def note_validity(self) -> None:
         """What follows from `valid`: the bias on recent columns that hold no exact token, and padding at the end."""
-        valid = self.valid
-        self.recent_validity_bias, self.trailing_padding = None, 0
-        if valid is not None and not bool(valid.all()):
-            bias = torch.zeros(valid.shape, device=valid.device).masked_fill(~valid, -torch.inf)
-            self.recent_validity_bias = bias[:, None, None, :]
-            self.trailing_padding = int(valid.flip(1).cumsum(1).eq(0).sum(1).max())
+        self.recent_validity_bias, self.trailing_padding = validity_bias(self.valid)
 
     @torch.no_grad()
     def prefill(
@@ -216,7 +212,9 @@ class CompressedCache(Cache):
         begin = time.perf_counter()
         spec, first = self.pipeline.spec, not self.ledger.compressions
         itemsize = self.compressed_layers[0].recent.keys.element_size()
-        regions = regions_now(self, self.valid, suffix_length, prompt, reading, itemsize)
+        # What the mask of this call hides is let go of like padding, as long as it is no longer in the buffer.
+        shown = self.valid if self.columns.hidden is None else self.valid & ~self.columns.hidden
+        regions = regions_now(self, shown, suffix_length, prompt, reading, itemsize)
         if bool(regions.body.any()):
             if prompt and not self.pending and spec.decode.flush is None and self.pipeline.needs != Needs():
                 raise InputError(
@@ -286,6 +284,8 @@ class CompressedCache(Cache):
     def _adopt(self, result: Compressed, regions: Regions) -> None:
         """Take over the parts, old and new, and let go of everything but the exact tail."""
         tokens, keep = regions.tail.shape[1], regions.tail_columns
+        taken = regions.sinks | regions.body
+        self.columns.compress(taken, keep, self.compressed_layers[0].seen)
         for layer, parts in zip(self.compressed_layers, result.parts, strict=True):
             layer.parts = parts
             layer.recent.keep_last(keep)
@@ -293,9 +293,9 @@ class CompressedCache(Cache):
             layer.queries.keep_last(min(watched, layer.queries.length))
             layer.outputs.keep_last(min(watched, layer.outputs.length))
         self.watch.keep_last(keep, tokens)
-        if self.positions is not None:
+        if self.positions is not None and self.valid is not None:
             self.positions = self.positions[:, tokens - keep :].clone()
-        self.valid = regions.tail[:, tokens - keep :].clone()
+            self.valid = (self.valid & ~taken)[:, tokens - keep :].clone()
         self.states = result.states
         self.note_validity()
 
@@ -305,7 +305,7 @@ class CompressedCache(Cache):
         return self.ledger.report(
             self.compressed_layers,
             self.info,
-            [*extra, *self.watch.tensors()],
+            [*extra, *self.columns.tensors(), *self.watch.tensors()],
             # What comes from an artefact belongs to the model; what was fitted on the prompt, to this cache.
             list(held_tensors(self.states)) if self.bound is None else [],
             self.valid,
@@ -340,7 +340,7 @@ class CompressedCache(Cache):
                 other.layers[index] = copy.deepcopy(mine)
         other.watch.take_over(self.watch)
         other.valid, other.positions, other.ledger = self.valid, self.positions, self.ledger.fork()
-        other.states, other.pending = self.states, self.pending
+        other.states, other.pending, other.columns = self.states, self.pending, self.columns.fork()
         other.watching, other.drafting = self.watching, self.drafting
         other.note_validity()
 
@@ -365,8 +365,8 @@ class CompressedCache(Cache):
         super().reset()
         self.pipeline, self.bound = self._open
         self.ledger, self.valid, self.positions, self.states = Ledger(), None, None, None
-        self.recent_validity_bias, self.trailing_padding, self.pending = None, 0, True
-        self.drafting, self._awaited = False, None
+        self.columns, self.pending, self.drafting, self._awaited = Columns(), True, False, None
+        self.note_validity()
         self.watch.reset()
 
     def select(self, indices: Sequence[int] | Tensor) -> CompressedCache:

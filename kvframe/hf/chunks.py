@@ -40,8 +40,7 @@ def read_in_chunks(
     past = cache.get_seq_length()
     seen = new.new_zeros(len(new), 1) if cache.ledger.tokens is None else cache.ledger.tokens[:, None].to(new.device)
     positions = (seen + new.cumsum(1) - 1).clamp_min(0)
-    # Columns of the past that are padding are known to the cache.
-    mask = torch.cat([new.new_ones(len(new), past), new], 1)
+    mask = new if cache.valid is None else torch.cat([cache.columns.known(cache.valid, past).to(new), new], 1)
     # Even pieces, none of a single token, unless there is no more than that.
     tokens = input_ids.shape[1]
     pieces = min(-(-tokens // chunk), max(1, tokens // 2))

@@ -1,0 +1,175 @@
+"""Masks of later calls, held against what became of the tokens that they hide: exact ones follow the mask, compressed
+ones cannot, and padding stays hidden whether the mask says so or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvframe.errors import InputError
+
+if TYPE_CHECKING:
+    from kvframe.hf.cache import CompressedCache
+
+MaskFunction = Callable[..., Tensor | None]
+
+
+class Offset(int):
+    """The first column that a mask covers, as a cache gives it to transformers, which hands it to the mask function."""
+
+    cache: CompressedCache
+
+    @classmethod
+    def of(cls, cache: CompressedCache, column: int) -> Offset:
+        """A column of this cache."""
+        made = cls(column)
+        made.cache = cache
+        return made
+
+
+def following(mask_function: MaskFunction) -> MaskFunction:
+    """A mask function of transformers, as it was for all but masks that are made for a kvframe cache: those it makes
+    from what the cache knows of its past as well. Only here can the columns before the mask's first one be seen."""
+
+    @wraps(mask_function)
+    def follow(*args: Any, **kwargs: Any) -> Tensor | None:
+        if isinstance(offset := kwargs.get("kv_offset"), Offset):
+            known = whole_mask(offset.cache, kwargs.get("attention_mask"), kwargs["batch_size"], kwargs["q_length"])
+            kwargs |= {"kv_offset": int(offset), "attention_mask": known}
+        return mask_function(*args, **kwargs)
+
+    return follow
+
+
+def whole_mask(cache: CompressedCache, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """The mask bool `[B, K]` for a call of `length` new columns that comes with `mask` bool `[B, K]`, padding of the
+    past hidden; None if every column is a token that it shows. Notes which exact tokens are hidden.
+
+    Raises InputError for a mask of too few columns, and what `follow_mask` does."""
+    columns, valid, first = cache.columns, cache.valid, cache.compressed_layers[0]
+    columns.hidden = None
+    if valid is None or len(valid) != batch or valid.shape[1] != first.recent.length:
+        return mask  # there is nothing to know yet, or the step will be refused
+    gaps = columns.gaps or cache.recent_validity_bias is not None
+    if mask is None:
+        return nn.functional.pad(columns.known(valid, first.seen), (0, length), value=True) if gaps else None
+    if mask.shape[1] < first.seen + length:
+        raise InputError(
+            f"attention_mask has {mask.shape[1]} columns, but the cache has seen {first.seen} and {length} came; give "
+            "one for each."
+        )
+    past = mask[:, : first.seen]
+    if not gaps and bool(past.all()):
+        return mask
+    past = past.to(valid.device) & ~columns.padded(first.seen, valid)
+    follow_mask(cache, past[:, None, None], first.seen)
+    if cache.valid is not None and bool((hidden := cache.valid & ~past[:, first.seen - valid.shape[1] :]).any()):
+        columns.hidden = hidden
+    return torch.cat([past.to(mask.device), mask[:, first.seen :]], 1)
+
+
+def follow_mask(cache: CompressedCache, shown: Tensor, seen: int, real: Tensor | None = None) -> None:
+    """Hold a mask against the cache: `shown` bool `[B, h, Q, n]` are the last `n` of the `seen` columns of the past,
+    `real` bool `[B, Q]` the queries that are no padding. Exact tokens that were hidden so far and are shown now count
+    as tokens from now on.
+
+    Raises InputError if a compressed token is hidden from a query, or one that is gone is shown."""
+    columns, valid = cache.columns, cache.valid
+    count = shown.shape[3]
+    if valid is None or (seen - count >= columns.end and cache.recent_validity_bias is None):
+        return
+    shown = shown.to(valid.device)
+    asks = shown.new_ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
+    some, every = (shown & asks).flatten(1, 2).any(1), (shown | ~asks).flatten(1, 2).all(1)
+    held, known, padded = (
+        whole[:, seen - count :]
+        for whole in (columns.held(seen, valid), columns.known(valid, seen), columns.padded(seen, valid))
+    )
+    _refuse(
+        held & ~every,
+        seen - count,
+        "hides",
+        "compressed, and every later token attends those; hide them before they are compressed, or go on with a fork "
+        "made before",
+    )
+    back = some & ~known & ~padded
+    exact = min(count, valid.shape[1])
+    _refuse(
+        back[:, : count - exact],
+        seen - count,
+        "shows",
+        "gone, since they were hidden when the others were compressed; show them at that time, or go on with a fork "
+        "made before",
+    )
+    back = nn.functional.pad(back[:, count - exact :], (valid.shape[1] - exact, 0))
+    if bool(back.any()):
+        cache.valid = valid | back
+        cache.ledger.see(back)
+        cache.note_validity()
+
+
+def _refuse(wrong: Tensor, first: int, does: str, why: str) -> None:
+    if bool(wrong.any()):
+        row, column = (int(n) for n in wrong.nonzero()[0])
+        count = int(wrong[row].sum())
+        raise InputError(
+            f"attention_mask {does} {count} columns of row {row}, from {first + column} on, whose tokens are {why}."
+        )
+
+
+def watch_mask(cache: CompressedCache, seen: int, length: int, mask: Tensor | None) -> None:
+    """Once a step: note which of the `length` new columns are tokens, given that `seen` came before them, and hold the
+    mask `[B, h, Q, W]` of the step, which ends with the new columns, against the cache.
+
+    Raises InputError as `follow_mask` does, for a mask of more columns than there are, and for one that adds something
+    to the logits of compressed tokens."""
+    if cache.positions is None:
+        return
+    new = new_validity(mask, len(cache.positions), length, cache.positions.device)
+    if mask is not None and cache.valid is not None:
+        past = mask[..., :-length]
+        if past.shape[3] > seen:
+            raise InputError(
+                f"attention_mask has {mask.shape[3]} columns, but the cache has seen {seen} and {length} came; give "
+                "one for each."
+            )
+        follow_mask(cache, visible(past), seen, new)
+        if past.is_floating_point() and seen - past.shape[3] < cache.columns.end:
+            held = cache.columns.held(seen, cache.valid)[:, None, None, seen - past.shape[3] :]
+            if bool((held.to(past.device) & visible(past) & (past != 0)).any()):
+                raise InputError(
+                    "attention_mask adds a bias to the logits of compressed tokens, which have no logit of their own; "
+                    "give a mask that shows tokens or hides them."
+                )
+    cache.columns.see(new, cache.ledger.tokens)
+    cache.ledger.see(new)
+    cache.valid = new if cache.valid is None else torch.cat([cache.valid, new], 1)
+    if length > 1 or mask is not None or cache.recent_validity_bias is not None:
+        cache.note_validity()
+
+
+def new_validity(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    """Which of the last `length` columns are tokens, bool `[B, length]`: those that some query of the call may see.
+    The last query need not: it may belong to another document, or another branch of drafts."""
+    if mask is None:
+        return torch.ones(batch, length, dtype=torch.bool, device=device)
+    seen = visible(mask[..., -length:]).flatten(1, 2).any(1)
+    return seen.expand(batch, length).to(device)
+
+
+def visible(mask: Tensor) -> Tensor:
+    """A mask of either kind as bool, True = visible."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def validity_bias(valid: Tensor | None) -> tuple[Tensor | None, int]:
+    """The bias fp32 `[B, 1, 1, R]` that hides columns that hold no exact token (`valid` bool `[B, R]`), None if there
+    are none, and how many of them stand at the end of a row at most."""
+    if valid is None or bool(valid.all()):
+        return None, 0
+    bias = torch.zeros(valid.shape, device=valid.device).masked_fill(~valid, -torch.inf)
+    return bias[:, None, None, :], int(valid.flip(1).cumsum(1).eq(0).sum(1).max())
