@@ -20,14 +20,13 @@ from kvframe.arguments import whole_number
 from kvframe.budget import Lengths, Regions, checked_lengths
 from kvframe.contracts import blaming
 from kvframe.errors import InputError, ModelError
-from kvframe.hf import rows
+from kvframe.hf import masks, rows
 from kvframe.hf.attention import use_kvframe_attention
 from kvframe.hf.columns import Columns
 from kvframe.hf.devices import finish
 from kvframe.hf.info import attention_modules, model_info
 from kvframe.hf.layer import CompressedLayer
 from kvframe.hf.ledger import Ledger
-from kvframe.hf.masks import Offset, validity_bias
 from kvframe.hf.protected import full_rows, regions_now
 from kvframe.hf.watch import Watch
 from kvframe.plain import held_tensors
@@ -163,13 +162,13 @@ class CompressedCache(Cache):
             self._compress(self.suffix_length, prompt=False)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As transformers has it; the offset says whose it is, so that the mask function can ask the cache."""
-        length, offset = super().get_mask_sizes(query_length, layer_idx)
-        return length, Offset.of(self, offset)
+        """As transformers has it, and the mask that is made next is this cache's."""
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return masks.asked(self, sizes)
 
     def note_validity(self) -> None:
         """What follows from `valid`: the bias on recent columns that hold no exact token, and padding at the end."""
-        self.recent_validity_bias, self.trailing_padding = validity_bias(self.valid)
+        self.recent_validity_bias, self.trailing_padding = masks.validity_bias(self.valid)
 
     @torch.no_grad()
     def prefill(

@@ -3,6 +3,8 @@ ones cannot, and padding stays hidden whether the mask says so or not."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -18,17 +20,20 @@ if TYPE_CHECKING:
 MaskFunction = Callable[..., Tensor | None]
 
 
-class Offset(int):
-    """The first column that a mask covers, as a cache gives it to transformers, which hands it to the mask function."""
+# Transformers asks a cache for the sizes of a mask, and then, without naming it, the mask function for the mask.
+_asking = threading.local()
 
-    cache: CompressedCache
 
-    @classmethod
-    def of(cls, cache: CompressedCache, column: int) -> Offset:
-        """A column of this cache."""
-        made = cls(column)
-        made.cache = cache
-        return made
+def asked(cache: CompressedCache, sizes: tuple[int, int]) -> tuple[int, int]:
+    """Note that a mask of these sizes (columns, the first of them) is made next, for this cache."""
+    _asking.of = weakref.ref(cache), sizes
+    return sizes
+
+
+def _who_asks(sizes: tuple[int, int]) -> CompressedCache | None:
+    cache, noted = getattr(_asking, "of", None) or (None, None)
+    _asking.of = None
+    return cache() if cache is not None and noted == sizes else None
 
 
 def following(mask_function: MaskFunction) -> MaskFunction:
@@ -37,9 +42,10 @@ def following(mask_function: MaskFunction) -> MaskFunction:
 
     @wraps(mask_function)
     def follow(*args: Any, **kwargs: Any) -> Tensor | None:
-        if isinstance(offset := kwargs.get("kv_offset"), Offset):
-            known = whole_mask(offset.cache, kwargs.get("attention_mask"), kwargs["batch_size"], kwargs["q_length"])
-            kwargs |= {"kv_offset": int(offset), "attention_mask": known}
+        cache = _who_asks((kwargs.get("kv_length", 0), kwargs.get("kv_offset", 0)))
+        if cache is not None:
+            known = whole_mask(cache, kwargs.get("attention_mask"), kwargs["batch_size"], kwargs["q_length"])
+            kwargs["attention_mask"] = known
         return mask_function(*args, **kwargs)
 
     return follow
