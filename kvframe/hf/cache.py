@@ -140,8 +140,7 @@ class CompressedCache(Cache):
         if not self.watching:
             # What was watched must be what was seen last, without a gap.
             for layer in self.compressed_layers:
-                layer.queries.keep_last(0)
-                layer.outputs.keep_last(0)
+                layer.keep_watched(0)
         position_ids = passed_on.get("position_ids")
         if position_ids is None:
             raise ModelError("The model passes no position_ids to its attention, so positions cannot be known.")
@@ -193,19 +192,20 @@ class CompressedCache(Cache):
 
     def compress_waiting(self, tokens: int = 0) -> None:
         """While a prompt is being read: compress what is there, but for sinks and recent window, if that is at least
-        `tokens` columns. A row that is still too short for its budget waits. Raises what `compress` does, and
+        `tokens`. A row that has fewer, or is still too short for its budget, waits. Raises what `compress` does, and
         InputError for an allocator or a budget that must see the whole prompt."""
         if self.valid is not None and self.valid.shape[1] >= self.pipeline.spec.protect.recent + tokens:
             self.check_reading()
-            self._compress(0, prompt=True, reading=True)
+            self._compress(0, prompt=True, reading=tokens)
 
     def check_reading(self) -> None:
         """Raise InputError if the prompt must be seen whole."""
         if clash := self.pipeline.spec.whole_prompt_only():
             raise InputError(f"{clash[0].upper()}{clash[1:]}.")
 
-    def _compress(self, suffix_length: Lengths, prompt: bool, reading: bool = False) -> None:
-        """Compress a prompt, or (`prompt` False) a block of generated tokens, whose protected tokens are paid for."""
+    def _compress(self, suffix_length: Lengths, prompt: bool, reading: int | None = None) -> None:
+        """Compress a prompt, of which more may come (`reading`, see `regions_now`), or (`prompt` False) a block of
+        generated tokens, whose protected tokens are paid for."""
         if self.valid is None or self.positions is None:
             return
         begin = time.perf_counter()
@@ -239,14 +239,17 @@ class CompressedCache(Cache):
             removed = None
             if limit is not None:
                 parts, removed = regroup_parts(parts, spec.allocator, self.info, limit)
-            self._adopt(replace(result, parts=tuple(parts)), regions)
+            self._adopt(replace(result, parts=tuple(parts)), regions, reading is not None)
             for note in result.plan.notes:
                 self.ledger.note(note)
             finish(layer.recent.keys.device for layer in self.compressed_layers)
             self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed)
-        elif first and not reading:
-            seen = ", ".join(str(int(n)) for n in self.valid.sum(1))
-            self.ledger.note(f"nothing was compressed: the prompt ({seen} tokens) is not longer than what is protected")
+        elif reading is None:
+            if first:
+                self.ledger.note_nothing(self.valid)
+            if spec.decode.flush is None:  # as for rows that wait beside others
+                for layer in self.compressed_layers:
+                    layer.keep_watched(0)
         self.pending = False
 
     def _choose_width(self, regions: Regions, itemsize: int, prompt: bool) -> None:
@@ -280,7 +283,7 @@ class CompressedCache(Cache):
             suffix=regions.suffix,
         )
 
-    def _adopt(self, result: Compressed, regions: Regions) -> None:
+    def _adopt(self, result: Compressed, regions: Regions, reading: bool) -> None:
         """Take over the parts, old and new, and let go of everything but the exact tail."""
         tokens, keep = regions.tail.shape[1], regions.tail_columns
         taken = regions.sinks | regions.body
@@ -288,9 +291,7 @@ class CompressedCache(Cache):
         for layer, parts in zip(self.compressed_layers, result.parts, strict=True):
             layer.parts = parts
             layer.recent.keep_last(keep)
-            watched = keep if self.pipeline.spec.decode.flush is not None else 0
-            layer.queries.keep_last(min(watched, layer.queries.length))
-            layer.outputs.keep_last(min(watched, layer.outputs.length))
+            layer.keep_watched(keep if reading or self.pipeline.spec.decode.flush is not None else 0)
         self.watch.keep_last(keep, tokens)
         if self.positions is not None and self.valid is not None:
             self.positions = self.positions[:, tokens - keep :].clone()

@@ -95,6 +95,11 @@ class CompressedLayer(CacheLayerMixin):
         bias = as_bias(mask)
         return bias if own is None else bias + own
 
+    def keep_watched(self, columns: int) -> None:
+        """Let go of the queries and heads' outputs of all but the last columns."""
+        for tail in (self.queries, self.outputs):
+            tail.keep_last(min(columns, tail.length))
+
     def observe(self, needs: Needs) -> LayerObservation:
         """What was seen of the recent tokens, cut down to what is needed."""
         return LayerObservation(

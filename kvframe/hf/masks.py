@@ -45,7 +45,7 @@ def following(mask_function: MaskFunction) -> MaskFunction:
         cache = _who_asks((kwargs.get("kv_length", 0), kwargs.get("kv_offset", 0)))
         if cache is not None:
             known = whole_mask(cache, kwargs.get("attention_mask"), kwargs["batch_size"], kwargs["q_length"])
-            kwargs["attention_mask"] = known
+            kwargs["attention_mask"] = None if known is None else known.to(kwargs.get("device", known.device))
         return mask_function(*args, **kwargs)
 
     return follow
@@ -61,8 +61,10 @@ def whole_mask(cache: CompressedCache, mask: Tensor | None, batch: int, length: 
     if valid is None or len(valid) != batch or valid.shape[1] != first.recent.length:
         return mask  # there is nothing to know yet, or the step will be refused
     gaps = columns.gaps or cache.recent_validity_bias is not None
+    if mask is None and not gaps:
+        return None
     if mask is None:
-        return nn.functional.pad(columns.known(valid, first.seen), (0, length), value=True) if gaps else None
+        return nn.functional.pad(columns.known(valid, first.seen), (0, length), value=True)
     if mask.shape[1] < first.seen + length:
         raise InputError(
             f"attention_mask has {mask.shape[1]} columns, but the cache has seen {first.seen} and {length} came; give "
@@ -72,9 +74,10 @@ def whole_mask(cache: CompressedCache, mask: Tensor | None, batch: int, length: 
     if not gaps and bool(past.all()):
         return mask
     past = past.to(valid.device) & ~columns.padded(first.seen, valid)
-    follow_mask(cache, past[:, None, None], first.seen)
-    if cache.valid is not None and bool((hidden := cache.valid & ~past[:, first.seen - valid.shape[1] :]).any()):
-        columns.hidden = hidden
+    if not torch.equal(past, columns.known(valid, first.seen)):
+        follow_mask(cache, past[:, None, None], first.seen)
+        if cache.valid is not None and bool((hidden := cache.valid & ~past[:, first.seen - valid.shape[1] :]).any()):
+            columns.hidden = hidden
     return torch.cat([past.to(mask.device), mask[:, first.seen :]], 1)
 
 

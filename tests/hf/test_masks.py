@@ -239,8 +239,8 @@ def test_a_mask_of_another_width_is_refused(model, shape, message):
 def test_what_a_refused_call_hides_is_not_hidden_later(model):
     cache, tokens = kvframe.load(*SNAPKV).cache(model, prefix_length=70), batch([60])["input_ids"]
     model(tokens, cache=cache)
+    where = {"attention_mask": hiding(model, slice(20, 30), 2, 61), "position_ids": torch.tensor([[60]])}
     with pytest.raises(InputError, match="exceed"):
-        where = {"attention_mask": hiding(model, slice(20, 30), 2, 61), "position_ids": torch.tensor([[60]])}
         model(torch.tensor([[7]]), cache=cache, **where)
     cache.prefix_length = 0
     cache.compress()

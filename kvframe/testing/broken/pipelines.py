@@ -200,7 +200,10 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
         _pipeline("drops-one", allocator=DropsOne()),
         ("full_budget_is_full_attention", "turns_that_lose_nothing_are_one_prompt"),
     ),
-    (_pipeline("unlike-the-batch", scorer=UnlikeTheBatch()), ("row_alone_equals_row_in_batch",)),
+    (
+        _pipeline("unlike-the-batch", scorer=UnlikeTheBatch()),
+        ("pieces_give_each_row_what_it_gives_alone", "row_alone_equals_row_in_batch"),
+    ),
     (
         _pipeline("reads-padding", scorer=ReadsPadding()),
         ("padding_changes_nothing", "row_alone_equals_row_in_batch"),
