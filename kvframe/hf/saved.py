@@ -200,7 +200,7 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
     cache.valid, cache.positions, cache.pending = read(header["valid"]), read(header["positions"]), header["pending"]
     if "columns" in header:
         cache.columns.restore(read(header["columns"]))
-    else:  # files of 0.3 have none
+    else:  # files of 0.1 have none
         cache.columns.guess(cache.ledger.tokens, cache.valid, cache.compressed_layers[0].seen)
     cache.note_validity()
 

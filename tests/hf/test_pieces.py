@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import batch, row_of, tiny_model
+from tiny import batch, greedy, row_of, tiny_model
 from torch.nn.functional import pad
 
 import kvframe
@@ -122,3 +122,25 @@ def test_a_row_read_in_pieces_gives_what_it_gives_alone(family, spec, way, maske
         rows = slice(row, row + 1)
         alone = read(model, spec, way, row_of(first, row), second[rows], follow[rows], masked)
         assert torch.allclose(together[rows], alone, atol=limit), f"row {row}: {(together[rows] - alone).abs().max()}"
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_generate_goes_on_from_what_was_read(family, spec, implementation):
+    model, first = tiny_model(family), batch(LENGTHS[:3])
+    model.set_attn_implementation(implementation)
+    second = torch.randint(3, 97, (3, SECOND), generator=torch.Generator().manual_seed(5))
+
+    def read(first, second):
+        cache = kvframe.load(*SPECS[spec]).cache(model)
+        cache.prefill(model, **first)
+        whole = {
+            "input_ids": torch.cat([first["input_ids"], second], 1),
+            "attention_mask": pad(first["attention_mask"], (0, SECOND), value=1),
+        }
+        return greedy(model, whole, cache)
+
+    together = read(first, second)
+    for row in range(3):
+        assert torch.equal(together[row : row + 1], read(row_of(first, row), second[row : row + 1]))
