@@ -61,10 +61,8 @@ def whole_mask(cache: CompressedCache, mask: Tensor | None, batch: int, length: 
     if valid is None or len(valid) != batch or valid.shape[1] != first.recent.length:
         return mask  # there is nothing to know yet, or the step will be refused
     gaps = columns.gaps or cache.recent_validity_bias is not None
-    if mask is None and not gaps:
-        return None
     if mask is None:
-        return nn.functional.pad(columns.known(valid, first.seen), (0, length), value=True)
+        return nn.functional.pad(columns.known(valid, first.seen), (0, length), value=True) if gaps else None
     if mask.shape[1] < first.seen + length:
         raise InputError(
             f"attention_mask has {mask.shape[1]} columns, but the cache has seen {first.seen} and {length} came; give "
@@ -89,7 +87,8 @@ def follow_mask(cache: CompressedCache, shown: Tensor, seen: int, real: Tensor |
     Raises InputError if a compressed token is hidden from a query, or one that is gone is shown."""
     columns, valid = cache.columns, cache.valid
     count = shown.shape[3]
-    if valid is None or (seen - count >= columns.end and cache.recent_validity_bias is None):
+    exact_only = seen - count >= max(columns.edge, columns.end) and cache.recent_validity_bias is None
+    if valid is None or exact_only:
         return
     shown = shown.to(valid.device)
     asks = shown.new_ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
@@ -102,8 +101,8 @@ def follow_mask(cache: CompressedCache, shown: Tensor, seen: int, real: Tensor |
         held & ~every,
         seen - count,
         "hides",
-        "compressed, and every later token attends those; hide them before they are compressed, or go on with a fork "
-        "made before",
+        "but what is compressed is attended by every later token; hide tokens before they are compressed, or go on "
+        "with a fork made before",
     )
     back = some & ~known & ~padded
     exact = min(count, valid.shape[1])
@@ -111,8 +110,8 @@ def follow_mask(cache: CompressedCache, shown: Tensor, seen: int, real: Tensor |
         back[:, : count - exact],
         seen - count,
         "shows",
-        "gone, since they were hidden when the others were compressed; show them at that time, or go on with a fork "
-        "made before",
+        "but what was hidden when the rest was compressed is gone; show tokens until they are compressed, or go on "
+        "with a fork made before",
     )
     back = nn.functional.pad(back[:, count - exact :], (valid.shape[1] - exact, 0))
     if bool(back.any()):
@@ -125,9 +124,8 @@ def _refuse(wrong: Tensor, first: int, does: str, why: str) -> None:
     if bool(wrong.any()):
         row, column = (int(n) for n in wrong.nonzero()[0])
         count = int(wrong[row].sum())
-        raise InputError(
-            f"attention_mask {does} {count} columns of row {row}, from {first + column} on, whose tokens are {why}."
-        )
+        tokens = "1 token" if count == 1 else f"{count} tokens"
+        raise InputError(f"attention_mask {does} {tokens} of row {row}, from column {first + column} on, {why}.")
 
 
 def watch_mask(cache: CompressedCache, seen: int, length: int, mask: Tensor | None) -> None:

@@ -174,7 +174,7 @@ def test_what_is_compressed_cannot_be_hidden(model, spec, queries, dimensions):
     fork, mask = cache.fork(), hiding(model, slice(20, 30), dimensions, 61 + queries, queries)
     where = {"attention_mask": mask, "position_ids": torch.arange(61, 61 + queries)[None]}
     tokens = torch.arange(9, 9 + queries)[None]
-    with pytest.raises(InputError, match=r"hides 10 columns of row 0, from 20 on, whose tokens are compressed"):
+    with pytest.raises(InputError, match=r"hides 10 tokens of row 0, from column 20 on, but what is compressed"):
         model(tokens, cache=cache, **where)
     where["attention_mask"] = hiding(model, slice(0, 0), dimensions, 61 + queries, queries)
     assert model(tokens, cache=fork, **where).logits.isfinite().all()
@@ -189,7 +189,7 @@ def test_what_was_hidden_when_the_rest_was_compressed_is_gone(model, dimensions)
     where = {"attention_mask": hiding(model, slice(20, 30), dimensions), "position_ids": torch.tensor([[61]])}
     model(torch.tensor([[8]]), cache=cache.fork(), **where)
     where["attention_mask"] = hiding(model, slice(20, 25), dimensions)
-    with pytest.raises(InputError, match=r"shows 5 columns of row 0, from 25 on, whose tokens are gone"):
+    with pytest.raises(InputError, match=r"shows 5 tokens of row 0, from column 25 on, but what was hidden"):
         model(torch.tensor([[8]]), cache=cache, **where)
 
 
