@@ -209,6 +209,46 @@ def test_tokens_hidden_from_the_start_may_be_shown_while_exact(model):
     assert cache.report().tokens == (38,)
 
 
+@pytest.mark.parametrize("padding_sees", ["itself", "everything"])
+@pytest.mark.parametrize("spec", [IDENTITY, SNAPKV], ids=["identity", "snapkv"])
+def test_padding_that_sees_something_is_left_out_by_the_answers_mask(model, spec, padding_sees):
+    """Masks of four dimensions let padding see itself, or everything, so that no row of them is empty."""
+    inputs, found = batch([50, 37]), []
+    mask = inputs["attention_mask"]
+    whole = torch.ones(50, 50, dtype=torch.bool).tril()[None, None] & mask[:, None, None].bool()
+    blind = ~mask[:, None, :, None].bool()
+    whole = whole | (blind if padding_sees == "everything" else blind & torch.eye(50, dtype=torch.bool))
+    for cache in caches(model, spec):
+        where, then = (mask.cumsum(1) - 1).clamp_min(0), mask
+        steps = [model(inputs["input_ids"], attention_mask=given(model, whole), position_ids=where, cache=cache).logits]
+        for n in range(3):
+            then = pad(then, (0, 1), value=1)
+            token, at = torch.tensor([[7 + n], [8 + n]]), then.sum(1, keepdim=True) - 1
+            steps.append(model(token, attention_mask=then, position_ids=at, cache=cache).logits)
+        found.append(torch.cat(steps, 1)[:, 13:])
+    assert len(cache.compressed_layers[0].parts) > 0
+    assert same(found[1], found[0])
+
+
+def test_masks_of_a_model_with_sliding_layers():
+    """Given by kind of layer, as transformers takes them."""
+    model, tokens, found = tiny_model("gemma3"), batch([41])["input_ids"], []
+    positions, mask = documents(19, 14, 8)
+    near = torch.ones(41, 41, dtype=torch.bool).triu(1 - model.config.sliding_window)
+    both = {"full_attention": mask, "sliding_attention": mask & near}
+    hidden = torch.ones(1, 42, dtype=torch.long)
+    hidden[:, 20:24] = hidden[:, 33:36] = 0
+    for cache in caches(model, IDENTITY, SNAPKV):
+        steps = [model(tokens, attention_mask=both, position_ids=positions, cache=cache).logits]
+        for n in range(3):
+            where = {"attention_mask": pad(hidden, (0, n), value=1), "position_ids": torch.tensor([[19 + n]])}
+            steps.append(model(torch.tensor([[7 + n]]), cache=cache, **where).logits)
+        found.append(torch.cat(steps, 1))
+    assert len(cache.compressed_layers[0].parts) > 0
+    assert same(found[1], found[0])
+    assert same(found[2], found[0])
+
+
 def test_a_bias_on_compressed_tokens_is_refused_and_on_exact_ones_followed(model):
     found = []
     for cache in started(model, IDENTITY):
