@@ -21,6 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvframe
 from kvframe.hf.cache import CompressedCache
+from kvframe.hf.masks import watch_mask
 
 SMOLLM2 = {
     "hidden_size": 576,
@@ -48,7 +49,8 @@ def fill(model: LlamaForCausalLM, cache: DynamicCache | CompressedCache, context
         if isinstance(cache, CompressedCache):
             layer = passed_on["kvframe_layer"]
             layer.cache.reached()
-            layer.cache.watch_mask(layer, context, None)
+            if layer is layer.cache.compressed_layers[0]:
+                watch_mask(layer.cache, 0, context, None)
             if layer.queries.limit:
                 layer.queries.append(query)
 

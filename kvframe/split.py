@@ -30,7 +30,7 @@ def attention_error(
         query = layer.queries[:, :, -QUERIES:]
         asked = torch.arange(tokens - query.shape[2], tokens, device=valid.device)
         seen = tail[:, None] & (torch.arange(tokens, device=valid.device) <= asked[:, None])  # [B, Q, T]
-        before = (valid & ~tail)[:, None].expand_as(seen)
+        before = on(regions.sinks | regions.body, layer.keys.device)[:, None].expand_as(seen)
         scale = observation.model.scale
         whole = attend_where(query, layer.keys, layer.values, seen | before, scale)[0]
         exact = attend_where(query, layer.keys, layer.values, seen, scale)

@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvframe.contracts import PASSED_ON, failure
 from kvframe.errors import ModelError
+from kvframe.hf.masks import following
 from kvframe.ops import dense_attention, merge_attention
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def use_kvframe_attention(model: PreTrainedModel) -> None:
     name = PREFIX + current
     # The mask function is registered with the attention: a name without one silently gets no mask.
     AttentionInterface.register(name, partial(kvframe_attention, base=current))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[current])
+    AttentionMaskInterface.register(name, following(ALL_MASK_ATTENTION_FUNCTIONS[current]))
     model.set_attn_implementation(name)
 
 
@@ -78,9 +79,9 @@ def kvframe_attention(
             raise ModelError(
                 f"{type(module).__name__} uses '{name}' in its attention, which kvframe does not support yet."
             )
-    mask = None if attention_mask is None else attention_mask[..., -key.shape[2] :]
     layer.cache.reached(module)
-    layer.watch_query(query, mask)
+    layer.watch_query(query, attention_mask)
+    mask = None if attention_mask is None else attention_mask[..., -key.shape[2] :]
     if layer.parts:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         bias = layer.recent_bias(query.shape[2], mask)
@@ -107,8 +108,3 @@ def as_bias(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
-
-
-def visible(mask: Tensor) -> Tensor:
-    """A mask of either kind as bool, True = visible."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

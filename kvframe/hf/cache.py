@@ -20,11 +20,12 @@ from kvframe.arguments import whole_number
 from kvframe.budget import Lengths, Regions, checked_lengths
 from kvframe.contracts import blaming
 from kvframe.errors import InputError, ModelError
-from kvframe.hf import rows
+from kvframe.hf import masks, rows
 from kvframe.hf.attention import use_kvframe_attention
+from kvframe.hf.columns import Columns
 from kvframe.hf.devices import finish
 from kvframe.hf.info import attention_modules, model_info
-from kvframe.hf.layer import CompressedLayer, new_validity
+from kvframe.hf.layer import CompressedLayer
 from kvframe.hf.ledger import Ledger
 from kvframe.hf.protected import full_rows, regions_now
 from kvframe.hf.watch import Watch
@@ -82,6 +83,7 @@ class CompressedCache(Cache):
         self.ledger = Ledger()
         self.valid: Tensor | None = None  # bool [B, R], the recent columns that hold an exact token
         self.positions: Tensor | None = None  # int64 [B, R]
+        self.columns = Columns()
         self.recent_validity_bias: Tensor | None = None
         self.trailing_padding = 0
         self.watching = True
@@ -97,7 +99,10 @@ class CompressedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer; the first compressed one lets the cache do its work between two steps."""
         if layer_idx == self.info.layer_ids[0]:
-            self._before_step(key_states, kwargs.get("kwargs") or {})
+            try:
+                self._before_step(key_states, kwargs.get("kwargs") or {})
+            finally:
+                self.columns.hidden = None  # as the mask of this call has it
         if self._awaited is not None:
             self._awaited = None
             raise ModelError(f"The model's attention did not reach the kvframe cache it was called with; {OWN_MODEL}")
@@ -135,8 +140,7 @@ class CompressedCache(Cache):
         if not self.watching:
             # What was watched must be what was seen last, without a gap.
             for layer in self.compressed_layers:
-                layer.queries.keep_last(0)
-                layer.outputs.keep_last(0)
+                layer.keep_watched(0)
         position_ids = passed_on.get("position_ids")
         if position_ids is None:
             raise ModelError("The model passes no position_ids to its attention, so positions cannot be known.")
@@ -156,24 +160,14 @@ class CompressedCache(Cache):
         elif flush is not None and self.valid is not None and bool(full_rows(self, self.valid, flush).any()):
             self._compress(self.suffix_length, prompt=False)
 
-    def watch_mask(self, layer: CompressedLayer, length: int, mask: Tensor | None) -> None:
-        """Note, once a step, which of the new columns are tokens."""
-        if layer is not self.compressed_layers[0] or self.positions is None:
-            return
-        new = new_validity(mask, len(self.positions), length, self.positions.device)
-        self.valid = new if self.valid is None else torch.cat([self.valid, new], 1)
-        self.ledger.see(new)
-        if length > 1 or self.recent_validity_bias is not None:
-            self.note_validity()
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As transformers has it, and the mask that is made next is this cache's."""
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return masks.asked(self, sizes)
 
     def note_validity(self) -> None:
         """What follows from `valid`: the bias on recent columns that hold no exact token, and padding at the end."""
-        valid = self.valid
-        self.recent_validity_bias, self.trailing_padding = None, 0
-        if valid is not None and not bool(valid.all()):
-            bias = torch.zeros(valid.shape, device=valid.device).masked_fill(~valid, -torch.inf)
-            self.recent_validity_bias = bias[:, None, None, :]
-            self.trailing_padding = int(valid.flip(1).cumsum(1).eq(0).sum(1).max())
+        self.recent_validity_bias, self.trailing_padding = masks.validity_bias(self.valid)
 
     @torch.no_grad()
     def prefill(
@@ -198,25 +192,28 @@ class CompressedCache(Cache):
 
     def compress_waiting(self, tokens: int = 0) -> None:
         """While a prompt is being read: compress what is there, but for sinks and recent window, if that is at least
-        `tokens` columns. A row that is still too short for its budget waits. Raises what `compress` does, and
+        `tokens`. A row that has fewer, or is still too short for its budget, waits. Raises what `compress` does, and
         InputError for an allocator or a budget that must see the whole prompt."""
         if self.valid is not None and self.valid.shape[1] >= self.pipeline.spec.protect.recent + tokens:
             self.check_reading()
-            self._compress(0, prompt=True, reading=True)
+            self._compress(0, prompt=True, reading=tokens)
 
     def check_reading(self) -> None:
         """Raise InputError if the prompt must be seen whole."""
         if clash := self.pipeline.spec.whole_prompt_only():
             raise InputError(f"{clash[0].upper()}{clash[1:]}.")
 
-    def _compress(self, suffix_length: Lengths, prompt: bool, reading: bool = False) -> None:
-        """Compress a prompt, or (`prompt` False) a block of generated tokens, whose protected tokens are paid for."""
+    def _compress(self, suffix_length: Lengths, prompt: bool, reading: int | None = None) -> None:
+        """Compress a prompt, of which more may come (`reading`, see `regions_now`), or (`prompt` False) a block of
+        generated tokens, whose protected tokens are paid for."""
         if self.valid is None or self.positions is None:
             return
         begin = time.perf_counter()
         spec, first = self.pipeline.spec, not self.ledger.compressions
         itemsize = self.compressed_layers[0].recent.keys.element_size()
-        regions = regions_now(self, self.valid, suffix_length, prompt, reading, itemsize)
+        # What the mask of this call hides is let go of like padding, as long as it is no longer in the buffer.
+        shown = self.valid if self.columns.hidden is None else self.valid & ~self.columns.hidden
+        regions = regions_now(self, shown, suffix_length, prompt, reading, itemsize)
         if bool(regions.body.any()):
             if prompt and not self.pending and spec.decode.flush is None and self.pipeline.needs != Needs():
                 raise InputError(
@@ -242,14 +239,17 @@ class CompressedCache(Cache):
             removed = None
             if limit is not None:
                 parts, removed = regroup_parts(parts, spec.allocator, self.info, limit)
-            self._adopt(replace(result, parts=tuple(parts)), regions)
+            self._adopt(replace(result, parts=tuple(parts)), regions, reading is not None)
             for note in result.plan.notes:
                 self.ledger.note(note)
             finish(layer.recent.keys.device for layer in self.compressed_layers)
             self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed)
-        elif first and not reading:
-            seen = ", ".join(str(int(n)) for n in self.valid.sum(1))
-            self.ledger.note(f"nothing was compressed: the prompt ({seen} tokens) is not longer than what is protected")
+        elif reading is None:
+            if first:
+                self.ledger.note_nothing(self.valid)
+            if spec.decode.flush is None:  # as for rows that wait beside others
+                for layer in self.compressed_layers:
+                    layer.keep_watched(0)
         self.pending = False
 
     def _choose_width(self, regions: Regions, itemsize: int, prompt: bool) -> None:
@@ -283,19 +283,19 @@ class CompressedCache(Cache):
             suffix=regions.suffix,
         )
 
-    def _adopt(self, result: Compressed, regions: Regions) -> None:
+    def _adopt(self, result: Compressed, regions: Regions, reading: bool) -> None:
         """Take over the parts, old and new, and let go of everything but the exact tail."""
         tokens, keep = regions.tail.shape[1], regions.tail_columns
+        taken = regions.sinks | regions.body
+        self.columns.compress(taken, keep, self.compressed_layers[0].seen)
         for layer, parts in zip(self.compressed_layers, result.parts, strict=True):
             layer.parts = parts
             layer.recent.keep_last(keep)
-            watched = keep if self.pipeline.spec.decode.flush is not None else 0
-            layer.queries.keep_last(min(watched, layer.queries.length))
-            layer.outputs.keep_last(min(watched, layer.outputs.length))
+            layer.keep_watched(keep if reading or self.pipeline.spec.decode.flush is not None else 0)
         self.watch.keep_last(keep, tokens)
-        if self.positions is not None:
+        if self.positions is not None and self.valid is not None:
             self.positions = self.positions[:, tokens - keep :].clone()
-        self.valid = regions.tail[:, tokens - keep :].clone()
+            self.valid = (self.valid & ~taken)[:, tokens - keep :].clone()
         self.states = result.states
         self.note_validity()
 
@@ -305,7 +305,7 @@ class CompressedCache(Cache):
         return self.ledger.report(
             self.compressed_layers,
             self.info,
-            [*extra, *self.watch.tensors()],
+            [*extra, *self.columns.tensors(), *self.watch.tensors()],
             # What comes from an artefact belongs to the model; what was fitted on the prompt, to this cache.
             list(held_tensors(self.states)) if self.bound is None else [],
             self.valid,
@@ -340,7 +340,7 @@ class CompressedCache(Cache):
                 other.layers[index] = copy.deepcopy(mine)
         other.watch.take_over(self.watch)
         other.valid, other.positions, other.ledger = self.valid, self.positions, self.ledger.fork()
-        other.states, other.pending = self.states, self.pending
+        other.states, other.pending, other.columns = self.states, self.pending, self.columns.fork()
         other.watching, other.drafting = self.watching, self.drafting
         other.note_validity()
 
@@ -365,8 +365,8 @@ class CompressedCache(Cache):
         super().reset()
         self.pipeline, self.bound = self._open
         self.ledger, self.valid, self.positions, self.states = Ledger(), None, None, None
-        self.recent_validity_bias, self.trailing_padding, self.pending = None, 0, True
-        self.drafting, self._awaited = False, None
+        self.columns, self.pending, self.drafting, self._awaited = Columns(), True, False, None
+        self.note_validity()
         self.watch.reset()
 
     def select(self, indices: Sequence[int] | Tensor) -> CompressedCache:

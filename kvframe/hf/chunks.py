@@ -40,13 +40,13 @@ def read_in_chunks(
     past = cache.get_seq_length()
     seen = new.new_zeros(len(new), 1) if cache.ledger.tokens is None else cache.ledger.tokens[:, None].to(new.device)
     positions = (seen + new.cumsum(1) - 1).clamp_min(0)
-    # Columns of the past that are padding are known to the cache.
-    mask = torch.cat([new.new_ones(len(new), past), new], 1)
-    # Even pieces, none of a single token, unless there is no more than that.
+    mask = new if cache.valid is None else torch.cat([cache.columns.known(cache.valid, past).to(new), new], 1)
+    # Counted from the end, so that left padding moves no row's cuts.
     tokens = input_ids.shape[1]
-    pieces = min(-(-tokens // chunk), max(1, tokens // 2))
-    cuts = [tokens * piece // pieces for piece in range(pieces + 1)]
-    if pieces > 1:
+    cuts = [0, *reversed(range(tokens, 0, -chunk))]
+    if past and len(cuts) > 2 and cuts[1] == 1:  # a single token is an answer's
+        del cuts[1]
+    if len(cuts) > 2:
         cache.check_reading()
     for begin, end in pairwise(cuts):
         if begin:

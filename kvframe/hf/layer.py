@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvframe.errors import InputError, ModelError
-from kvframe.hf.attention import LAYER, as_bias, visible
+from kvframe.hf.attention import LAYER, as_bias
 from kvframe.hf.buffer import Recent, Tail
+from kvframe.hf.masks import watch_mask
 from kvframe.stages import Kernel
 from kvframe.types import LayerObservation, Needs, Part
 
@@ -71,8 +72,9 @@ class CompressedLayer(CacheLayerMixin):
         return ((self.cache.kernel, part) for part in self.parts)
 
     def watch_query(self, query: Tensor, mask: Tensor | None) -> None:
-        """Note the validity of the new tokens, and the queries `[B, Hq, Q, D]` if a stage needs them."""
-        self.cache.watch_mask(self, query.shape[2], mask)
+        """Once a step hold the mask against the cache, and note the queries `[B, Hq, Q, D]` if a stage needs them."""
+        if self is self.cache.compressed_layers[0]:
+            watch_mask(self.cache, self.seen - query.shape[2], query.shape[2], mask)
         if self.queries.limit and self.cache.watching:
             self.queries.append(query, self.cache.trailing_padding)
 
@@ -86,13 +88,18 @@ class CompressedLayer(CacheLayerMixin):
         own = self.cache.recent_validity_bias
         if own is not None:  # of all layers, but each may be on a device of its own
             own = own.to(self.recent.keys.device)
-        if length == 1:
-            return own
         if mask is None:  # transformers leaves out a mask that is plainly causal
+            if length == 1:
+                return own
             visible_columns = torch.ones(length, self.recent.length, dtype=torch.bool, device=self.recent.keys.device)
             mask = visible_columns.tril(self.recent.length - length)[None, None]
         bias = as_bias(mask)
         return bias if own is None else bias + own
+
+    def keep_watched(self, columns: int) -> None:
+        """Let go of the queries and heads' outputs of all but the last columns."""
+        for tail in (self.queries, self.outputs):
+            tail.keep_last(min(columns, tail.length))
 
     def observe(self, needs: Needs) -> LayerObservation:
         """What was seen of the recent tokens, cut down to what is needed."""
@@ -195,10 +202,3 @@ class CompressedLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Not supported yet."""
         raise NotImplementedError("prefetch is not supported by kvframe's cache yet.")
-
-
-def new_validity(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-    """Which of the last `length` columns are tokens, bool `[B, length]`: those that the last query may see."""
-    if mask is None:
-        return torch.ones(batch, length, dtype=torch.bool, device=device)
-    return visible(mask)[:, 0, -1, -length:].expand(batch, length)

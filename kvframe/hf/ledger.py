@@ -47,6 +47,11 @@ class Ledger:
         if text not in self.notes:
             self.notes.append(text)
 
+    def note_nothing(self, valid: Tensor) -> None:
+        """Say that the tokens `bool [B, R]` of a first prompt stay as they are."""
+        seen = ", ".join(str(int(n)) for n in valid.sum(1))
+        self.note(f"nothing was compressed: the prompt ({seen} tokens) is not longer than what is protected")
+
     def budget(
         self,
         budget: Budget,

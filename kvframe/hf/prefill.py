@@ -29,7 +29,7 @@ class Prefill(CompressedCache):
         needs = reduce(or_, (pipeline.needs for pipeline in pipelines), needs or Needs())
         super().__init__(load("identity"), model, needs=needs)
 
-    def _compress(self, suffix_length: Lengths, prompt: bool, reading: bool = False) -> None:
+    def _compress(self, suffix_length: Lengths, prompt: bool, reading: int | None = None) -> None:
         """Do nothing: this cache stays whole."""
 
     def fork(

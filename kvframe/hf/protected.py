@@ -14,20 +14,22 @@ if TYPE_CHECKING:
 
 
 def regions_now(
-    cache: CompressedCache, valid: Tensor, suffix_length: Lengths, prompt: bool, reading: bool, itemsize: int
+    cache: CompressedCache, valid: Tensor, suffix_length: Lengths, prompt: bool, reading: int | None, itemsize: int
 ) -> Regions:
     """Share out the exact tokens `valid [B, R]`. `prompt` False = a block of an answer, `reading` = a chunk of a prompt
-    of which more will come, `itemsize` = bytes of an exact value. Rows that cannot be compressed yet wait, whole.
+    of which more will come, in rows with so many tokens beside the recent window, `itemsize` = bytes of an exact value.
+    Rows that cannot be compressed yet wait, whole.
 
     Raises InputError as `split_regions` does."""
     spec, begins = cache.pipeline.spec, cache.ledger.begins(valid)
     whole = prompt and bool(begins.all())
     suffix = suffix_length if whole else _clamped(suffix_length, valid)
-    prefix = _clamped(cache.prefix_length, valid) if reading else cache.prefix_length
+    prefix = cache.prefix_length if reading is None else _clamped(cache.prefix_length, valid)
     regions = split_regions(valid, spec.protect, prefix, suffix, None, begins)
-    if reading:
+    if reading is not None:
         bits = cache.pipeline.entry_bits(cache.info, itemsize)
-        return regions.postponed(begins & too_short(spec.budget, regions, cache.info, itemsize, bits))
+        short = begins & too_short(spec.budget, regions, cache.info, itemsize, bits)
+        return regions.postponed(short | (valid.sum(1) < spec.protect.recent + reading))
     if not prompt and spec.decode.flush is not None:
         return regions.postponed(~full_rows(cache, valid, spec.decode.flush))
     recent = fitted_recent(spec.budget, spec.protect, regions, cache.info, itemsize) if prompt else None

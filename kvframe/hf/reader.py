@@ -19,7 +19,7 @@ class Reader(CompressedCache):
     def __init__(self, model: PreTrainedModel, needs: Needs) -> None:
         super().__init__(load("identity"), model, needs=needs)
 
-    def _compress(self, suffix_length: Lengths, prompt: bool, reading: bool = False) -> None:
+    def _compress(self, suffix_length: Lengths, prompt: bool, reading: int | None = None) -> None:
         """Do nothing: this cache stays whole."""
 
     def observation(self, sinks: int) -> Observation:

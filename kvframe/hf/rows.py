@@ -67,6 +67,7 @@ def select(cache: CompressedCache, indices: Sequence[int] | Tensor) -> None:
         other.batch_select_indices(rows.to(getattr(other, "device", rows.device)))
     cache.watch.select(rows)
     cache.ledger.select(rows)
+    cache.columns.select(rows)
     cache.valid, cache.positions = (t[rows.to(t.device)] for t in (cache.valid, cache.positions))
     cache.prefix_length = row_lengths(cache.prefix_length, batch, "prefix_length")[rows.cpu()]
     cache.suffix_length = row_lengths(cache.suffix_length, batch, "suffix_length")[rows.cpu()]
@@ -77,8 +78,8 @@ def crop(cache: CompressedCache, columns: int) -> None:
     """Forget the last columns, which must be exact."""
     if columns < 0:
         raise InputError(f"crop takes the number of tokens to remove as a negative one, but {-columns} came.")
-    exact = 0 if cache.valid is None else cache.valid.shape[1]
-    if columns > exact:
+    seen, exact = cache.compressed_layers[0].seen, 0 if cache.valid is None else cache.valid.shape[1]
+    if columns > (exact := min(exact, seen - cache.columns.end)):
         raise InputError(
             f"crop can take off the last {exact} tokens, which are held exactly, but {columns} are asked for; what is "
             "compressed stays so. Raise protect.recent, or crop a fork made before the compression."
@@ -98,8 +99,9 @@ def crop(cache: CompressedCache, columns: int) -> None:
     cache.drafting = True
     if columns and cache.valid is not None and cache.positions is not None:
         cache.watch.drop_last(columns)
-        cache.ledger.forget(cache.valid[:, exact - columns :])
-        cache.valid, cache.positions = cache.valid[:, : exact - columns], cache.positions[:, : exact - columns]
+        cache.columns.drop_last(seen - columns)
+        cache.ledger.forget(cache.valid[:, -columns:])
+        cache.valid, cache.positions = cache.valid[:, :-columns], cache.positions[:, :-columns]
         cache.note_validity()
 
 

@@ -60,6 +60,7 @@ def save(cache: CompressedCache, path: str | Path, tokenizer: PreTrainedTokenize
         "books": flatten({name: getattr(cache.ledger, name) for name in BOOKS}, tensors, "books."),
         "valid": flatten(cache.valid, tensors, "valid."),
         "positions": flatten(cache.positions, tensors, "positions."),
+        "columns": flatten(cache.columns.dump(), tensors, "columns."),
         "prefix": _plain_lengths(cache.prefix_length),
         "suffix": _plain_lengths(cache.suffix_length),
         "pending": cache.pending,
@@ -197,6 +198,10 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
     for name, value in read(header["books"]).items():
         setattr(cache.ledger, name, value)
     cache.valid, cache.positions, cache.pending = read(header["valid"]), read(header["positions"]), header["pending"]
+    if "columns" in header:
+        cache.columns.restore(read(header["columns"]))
+    else:  # files of 0.1 have none
+        cache.columns.guess(cache.ledger.tokens, cache.valid, cache.compressed_layers[0].seen)
     cache.note_validity()
 
 

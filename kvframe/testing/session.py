@@ -61,6 +61,11 @@ class Batch:
             mask[row, width - length :] = 1
         return ids, mask
 
+    def more(self, begin: int, end: int) -> Tensor:
+        """Tokens `begin` to `end` of those that go on with the prompt, none of them in it, `[B, end - begin]`."""
+        pairs = enumerate(self.lengths)
+        return torch.stack([self.tokens(row, length + end)[length + begin :] for row, length in pairs])
+
     def answer(self, count: int) -> Tensor:
         """The tokens that follow, `[B, count]`."""
         return torch.stack([self.tokens(row, count, 1) for row in range(len(self.lengths))])
@@ -124,9 +129,10 @@ def _calibrated(encoder: CalibratedEncoder, family: str) -> Sequence[Any]:
 
 
 class Session:
-    """One cache (None = transformers' own) and the batch that it serves."""
+    """One cache (None = transformers' own) and the batch that it serves, whose prompt it has read, unless `read` is
+    False."""
 
-    def __init__(self, pipeline: Pipeline | None, batch: Batch, model: Any = None) -> None:
+    def __init__(self, pipeline: Pipeline | None, batch: Batch, model: Any = None, read: bool = True) -> None:
         from transformers import DynamicCache
 
         self.batch, self.model = batch, batch.model if model is None else model
@@ -136,8 +142,9 @@ class Session:
         else:
             self.cache = _new_cache(pipeline, batch, self.model)
         ids, self.mask = batch.prompt()
-        self.show(ids, self.mask)
-        if pipeline is not None:
+        if read:
+            self.show(ids, self.mask)
+        if read and pipeline is not None:
             self.cache.compress()
 
     def show(self, ids: Tensor, mask: Tensor) -> Tensor:

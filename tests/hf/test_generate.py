@@ -183,7 +183,7 @@ def test_report_counts_the_storages_held(llama):
             )
         ]
         report = cache.report()
-        masks = storage_bytes([cache.valid, cache.positions])
+        masks = storage_bytes([cache.valid, cache.positions, *cache.columns.tensors()])
         assert report.bytes == sum(t.untyped_storage().nbytes() for t in held) + masks
         assert report.bytes == sum(report.bytes_by_part.values())
         assert report.full_bytes == 3 * 2 * 2 * 64 * 16 * 2 * 4

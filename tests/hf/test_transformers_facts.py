@@ -52,6 +52,34 @@ def test_an_attention_name_without_a_mask_function_gets_no_mask():
     assert all(mask is None for mask in masks)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_mask_is_made_right_after_the_cache_was_asked_for_its_sizes(family, monkeypatch):
+    """With those sizes, by keyword, and with the whole mask of two dimensions."""
+    model, said = tiny_model(family), []
+    make, sizes = AttentionMaskInterface()["sdpa"], Cache.get_mask_sizes
+
+    def probe(*args, **kwargs):
+        said.append({name: kwargs[name] for name in ("kv_length", "kv_offset", "q_length", "batch_size")})
+        said[-1]["columns"] = kwargs["attention_mask"].shape[1]
+        return make(*args, **kwargs)
+
+    def asked(self, query_length, layer_idx):
+        said.append(sizes(self, query_length, layer_idx))
+        return said[-1]
+
+    monkeypatch.setattr(Cache, "get_mask_sizes", asked)
+    AttentionInterface.register("asked_probe", AttentionInterface()["sdpa"])
+    AttentionMaskInterface.register("asked_probe", probe)
+    model.set_attn_implementation("asked_probe")
+    cache, inputs = DynamicCache(config=model.config), batch([40, 31])
+    model(**inputs, cache=cache)
+    model(torch.tensor([[5], [6]]), attention_mask=torch.ones(2, 41), cache=cache)
+    assert len(said) == (8 if family == "gemma3" else 4)
+    for (length, offset), made in zip(said[::2], said[1::2], strict=True):
+        assert (made["kv_length"], made["kv_offset"], made["batch_size"]) == (length, offset, 2)
+        assert made["columns"] in (40, 41)
+
+
 def test_masks_follow_the_sizes_that_the_cache_gives():
     model = tiny_model("llama")
 

@@ -176,6 +176,7 @@ def _pipeline(name: str, **stages: Any) -> Pipeline:
 
 _ALL_THAT_COMPRESS = (
     "row_alone_equals_row_in_batch",
+    "pieces_give_each_row_what_it_gives_alone",
     "padding_changes_nothing",
     "caches_in_turn_equal_each_alone",
     "a_reset_cache_is_as_new",
@@ -188,6 +189,7 @@ _ALL_THAT_COMPRESS = (
 _ALL_THAT_COMPARE = (
     "full_budget_is_full_attention",
     "row_alone_equals_row_in_batch",
+    "pieces_give_each_row_what_it_gives_alone",
     "padding_changes_nothing",
     "caches_in_turn_equal_each_alone",
     "a_reset_cache_is_as_new",
@@ -200,10 +202,17 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
         _pipeline("drops-one", allocator=DropsOne()),
         ("full_budget_is_full_attention", "turns_that_lose_nothing_are_one_prompt"),
     ),
-    (_pipeline("unlike-the-batch", scorer=UnlikeTheBatch()), ("row_alone_equals_row_in_batch",)),
+    (
+        _pipeline("unlike-the-batch", scorer=UnlikeTheBatch()),
+        ("pieces_give_each_row_what_it_gives_alone", "row_alone_equals_row_in_batch"),
+    ),
     (
         _pipeline("reads-padding", scorer=ReadsPadding()),
-        ("padding_changes_nothing", "row_alone_equals_row_in_batch"),
+        (
+            "padding_changes_nothing",
+            "row_alone_equals_row_in_batch",
+            "pieces_give_each_row_what_it_gives_alone",
+        ),
     ),
     (
         _pipeline("remembers", scorer=Remembers()),
@@ -211,6 +220,7 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
             "caches_in_turn_equal_each_alone",
             "a_reset_cache_is_as_new",
             "row_alone_equals_row_in_batch",
+            "pieces_give_each_row_what_it_gives_alone",
             "padding_changes_nothing",
             "decoding_steps_equal_one_block",
         ),

@@ -103,6 +103,26 @@ def row_alone_equals_row_in_batch(pipeline: Pipeline, batch: Batch) -> None:
         _same(together[row : row + 1], alone, _tolerance(alone, batch), f"of row {row} what it gives alone")
 
 
+@law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.1)
+def pieces_give_each_row_what_it_gives_alone(pipeline: Pipeline, batch: Batch) -> None:
+    """A left-padded batch that is read in two pieces, and goes on without a mask, gives each row what it gives
+    alone."""
+    pipeline = small(pipeline)
+
+    def read(batch: Batch) -> Tensor:
+        held = Session(pipeline, batch, read=False)
+        held.cache.prefill(held.model, *batch.prompt())
+        found = held.cache.prefill(held.model, batch.more(0, 11))[:, None]
+        where = torch.tensor(batch.lengths)[:, None] + 11
+        step: Tensor = held.model(batch.more(11, 12), position_ids=where, cache=held.cache).logits
+        return torch.cat([found, step], 1)
+
+    together = read(batch)
+    for row in range(len(batch.lengths)):
+        alone = read(batch.alone(row))
+        _same(together[row : row + 1], alone, _tolerance(alone, batch), f"of row {row} what it gives alone")
+
+
 @law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.15)
 def padding_changes_nothing(pipeline: Pipeline, batch: Batch) -> None:
     """More padding at the left changes no logits."""
