@@ -86,6 +86,8 @@ class ModelInfo:
         channel_order: int64 `[D]`, the model's channels in the order in which stages see those of keys and queries;
             None = its own. Of a model that rotates neighbouring channels together they see the half-split order.
         identify: gives `fingerprint`, which costs a look at the weights.
+        softcap: logits `l = q.k * scale` become `softcap * tanh(l / softcap)`; None = they stay as they are.
+        sinks: layer in 0..L-1 -> fp32 `[Hq]`, logits of a further term of the softmax, without a value; None = none.
         read: lets the model read a text of kvframe's own, with what a stage needs observed; None where there is none.
     """
 
@@ -103,6 +105,8 @@ class ModelInfo:
     channel_order: Tensor | None = None
     identify: Callable[[], str] = str
     read: Callable[[Needs], Reading] | None = None
+    softcap: float | None = None
+    sinks: Callable[[int], Tensor | None] = lambda layer: None
 
     def __post_init__(self) -> None:
         if self.query_heads % self.kv_heads:
