@@ -42,8 +42,9 @@ def test_the_kernel_matches_the_reference():
 def test_the_kernel_builds_for_gpus_and_spills_nothing(capability, levels, scales, channels, caps):
     pytest.importorskip("triton")
     kernels = module()
-    floats = ("query", "constant", "shift", "key_scale_table", "value_scale_table", "levels", "log_multiplicity", "out", "lse")
-    signature = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("places", "offsets"), "*i64")
+    floats = ("query", "constant", "shift", "levels", "log_multiplicity", "out", "lse")
+    signature = dict.fromkeys((*floats, "key_scale_table", "value_scale_table"), "*fp32")
+    signature |= dict.fromkeys(("places", "offsets"), "*i64")
     signature |= dict.fromkeys(("key_words", "value_words", "key_table", "value_table"), "*i32")
     signature |= dict.fromkeys(("key_scales", "value_scales"), f"*{scales}")
     sizes = ("n_pairs", "n_queries", "groups", "heads", "key_channels", "value_channels", "key_widest", "value_widest")

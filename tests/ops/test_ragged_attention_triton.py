@@ -154,11 +154,12 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     count = 0
     # One program for each head, then several.
-    for module.SPLIT, *logits in ((module.SPLIT, *LOGITS[0]), *((16, *each) for each in LOGITS)):
+    for split, (scale, softcap) in ((module.SPLIT, LOGITS[0]), *((16, each) for each in LOGITS)):
+        module.SPLIT = split
         for each in SHAPES:
             for coder in (Dense(), Int8()):
                 # The interpreter's products know no bf16.
                 for precision in (torch.float32, torch.float16):
-                    check(each, coder, precision, scale=logits[0], softcap=logits[1])
+                    check(each, coder, precision, scale=scale, softcap=softcap)
                     count += 1
     print(count, "checked")

@@ -48,8 +48,8 @@ def turn(keys, scale, first, center, cos, sin, heads):
 
 @cache
 def attend_kernel(at_once: int, key_levels: bool, value_levels: bool, rebuilt: bool, caps: bool):
-    """The kernel that takes so many queries of a pair at once; `rebuilt` keys are made and rotated on the way; logits are
-    left as they are, unless it `caps` them."""
+    """The kernel that takes so many queries of a pair at once; `rebuilt` keys are made and rotated on the way; it
+    `caps` logits or leaves them."""
     span = TILE * LANES
 
     def kernel(arguments):
