@@ -53,22 +53,22 @@ def read(model, inputs, cache, count=1):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_identity_gives_the_stock_tokens(name, dtype):
+def test_identity_follows_the_stock_answer(name, dtype):
     model, inputs = tiny_model(name).to(dtype), batch([40, 27, 9])
     settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     stock = model.generate(**inputs, **settings, output_logits=True, return_dict_in_generate=True)
-    expected, logits = stock.sequences[:, 40:], torch.stack(stock.logits, 1).float()
     cache = kvframe.load("identity", SMALL).cache(model)
-    got = greedy(model, inputs, cache)
-    assert cache.compressed_layers[0].parts
-    assert cache.report().entry_ratio == 1
-    # Both round every activation to the dtype: a few units in the last place of the largest logit. Where the two best
-    # are as near as that, either token is right, and what follows is another text.
-    best = logits.topk(2).values
-    clear = best[..., 0] - best[..., 1] > 16 * torch.finfo(dtype).eps * float(logits.abs().max())
-    compared = clear.cumprod(1).bool()
-    assert int(compared.sum()) >= 15
-    assert torch.equal(got[compared], expected[compared])
+    mask, ids = inputs["attention_mask"], inputs["input_ids"]
+    for step, wanted in enumerate(stock.logits):
+        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        got = model(ids, attention_mask=mask, position_ids=positions, cache=cache).logits[:, -1]
+        # Both round every activation to the dtype: a few units in the last place of the largest logit.
+        assert float((got - wanted).abs().max()) <= 16 * torch.finfo(dtype).eps * float(wanted.abs().max()), step
+        ids = stock.sequences[:, 40 + step, None]
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    assert all(layer.parts for layer in cache.compressed_layers)
+    if dtype == torch.float32:
+        assert torch.equal(greedy(model, inputs, kvframe.load("identity", SMALL).cache(model)), stock.sequences[:, 40:])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -158,7 +158,7 @@ def test_scores_are_the_attention_that_the_model_gives(name):
         wanted = attended[layer][0, :, -1].mean(0)
         assert float((scores[index, 0, 0] - wanted).abs().max()) <= 1e3 * FP32
         if name == "gpt_oss":
-            assert float(scores[index, 0, 0].sum()) < 0.99, "the sinks have their share"
+            assert float(scores[index, 0, 0].sum()) < 1 - 1e-3, "the sinks have their share"
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(1.5, None), (None, torch.tensor([-1.0, 0, 1, 2, 3, 4])), (1.5, 2.0)])

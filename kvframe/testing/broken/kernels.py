@@ -18,7 +18,7 @@ class FixedScale(Kernel):
     """Takes the usual scale for granted."""
 
     name: Literal["broken.fixed_scale"] = "broken.fixed_scale"
-    breaks: ClassVar = ("attention_matches_the_reference",)
+    breaks: ClassVar = ("attention_matches_the_reference", "soft_caps_match_the_reference")
 
     def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend with D ** -0.5."""
@@ -29,7 +29,11 @@ class ForgetsCounts(Kernel):
     """Counts an entry once, however many tokens it stands for."""
 
     name: Literal["broken.forgets_counts"] = "broken.forgets_counts"
-    breaks: ClassVar = ("multiplicity_counts_copies", "attention_matches_the_reference")
+    breaks: ClassVar = (
+        "multiplicity_counts_copies",
+        "attention_matches_the_reference",
+        "soft_caps_match_the_reference",
+    )
 
     def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend without log multiplicity."""
@@ -40,7 +44,11 @@ class BinaryLogarithm(Kernel):
     """Returns the log-sum-exp in bits, so that parts are weighed wrongly."""
 
     name: Literal["broken.binary_logarithm"] = "broken.binary_logarithm"
-    breaks: ClassVar = ("parts_merge_to_the_whole", "attention_matches_the_reference")
+    breaks: ClassVar = (
+        "parts_merge_to_the_whole",
+        "attention_matches_the_reference",
+        "soft_caps_match_the_reference",
+    )
 
     def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend; lse in base 2."""
@@ -55,6 +63,7 @@ class PrefersTheLast(Kernel):
     breaks: ClassVar = (
         "order_does_not_matter",
         "attention_matches_the_reference",
+        "soft_caps_match_the_reference",
         "multiplicity_counts_copies",
         "parts_merge_to_the_whole",
         "empty_heads_give_nothing",
@@ -77,6 +86,7 @@ class NanForNothing(Kernel):
     breaks: ClassVar = (
         "empty_heads_give_nothing",
         "attention_matches_the_reference",
+        "soft_caps_match_the_reference",
         "parts_merge_to_the_whole",
         "huge_logits_stay_finite",
     )
