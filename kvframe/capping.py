@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvframe.errors import ModelError
 
 if TYPE_CHECKING:
-    from kvframe.stages import Kernel
+    from kvframe.stages import Encoder, Kernel
     from kvframe.types import ModelInfo
 
 
@@ -22,20 +21,20 @@ def keywords(softcap: float | None) -> dict[str, float]:
 
 
 @torch.compiler.assume_constant_result
-def takes(attend: Callable[..., Any]) -> bool:
-    """Whether a stage's method `attend` has the argument `softcap`."""
-    return _takes(getattr(attend, "__func__", attend))
+def takes(stage: type[Encoder | Kernel]) -> bool:
+    """Whether the method `attend` of a class of stages has the argument `softcap`."""
+    return _takes(stage)
 
 
 @cache
-def _takes(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters.values()
+def _takes(stage: type[Encoder | Kernel]) -> bool:
+    parameters = inspect.signature(stage.attend).parameters.values()
     return any(p.name == "softcap" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def check(kernel: Kernel, model: ModelInfo) -> None:
     """Raise ModelError for a kernel that cannot attend a model whose logits are capped."""
-    if model.softcap is not None and not takes(kernel.attend):
+    if model.softcap is not None and not takes(type(kernel)):
         raise ModelError(
             f"{model.name} caps its attention's logits at {model.softcap:g}, but attention '{kernel.name}' does not "
             "take a cap; add the argument softcap: float | None = None to its attend, or use attention: auto."

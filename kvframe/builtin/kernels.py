@@ -85,7 +85,7 @@ class Auto(Kernel):
     def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """See Kernel.attend."""
         impl = _impl(query, part)
-        if impl and (softcap is None or capping.takes(part.encoder.attend)):
+        if impl and (softcap is None or capping.takes(type(part.encoder))):
             try:
                 found = _coded(query, part, scale, impl, softcap)
             except InputError:  # a dtype or layout that only the decoded way can take
@@ -117,7 +117,7 @@ def _coded(query: Tensor, part: Part, scale: float, impl: str, softcap: float | 
 
 
 def _by_name(query: Tensor, part: Part, scale: float, impl: str, softcap: float | None) -> tuple[Tensor, Tensor]:
-    if softcap is not None and not capping.takes(part.encoder.attend):
+    if softcap is not None and not capping.takes(type(part.encoder)):
         raise InputError(
             f"The encoder '{part.encoder.name}' attends its codes without a cap on logits, which the model has; use "
             "attention: auto, which decodes them, or give its attend the argument softcap: float | None = None."

@@ -94,7 +94,7 @@ def attention_matches_the_reference(stage: Any, case: Case) -> None:
     _compare(got, wanted, limits, "what attention in fp64 gives")
 
 
-@law("attention", _any_code, applies=lambda stage: capping.takes(stage.attend))
+@law("attention", _any_code, applies=lambda stage: capping.takes(type(stage)))
 def soft_caps_match_the_reference(stage: Any, case: Case) -> None:
     """With a soft cap, logits of several times the cap included, outputs and log-sum-exps are those of the fp64 softmax
     of softcap * tanh(q.k * scale / softcap) + log multiplicity over the decoded entries."""
