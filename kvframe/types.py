@@ -63,11 +63,6 @@ class Needs:
         )
 
 
-def no_bias(layer: int) -> tuple[Tensor | None, Tensor | None]:
-    """The biases of projections that have none."""
-    return None, None
-
-
 @dataclass(frozen=True, eq=False)
 class ModelInfo:
     """What the stages may know of the model.
@@ -100,7 +95,7 @@ class ModelInfo:
     output_weight: Callable[[int], Tensor]
     layer_ids: tuple[int, ...]
     name: str = "model"
-    projection_bias: Callable[[int], tuple[Tensor | None, Tensor | None]] = no_bias
+    projection_bias: Callable[[int], tuple[Tensor | None, Tensor | None]] = lambda layer: (None, None)
     devices: tuple[torch.device, ...] = ()
     channel_order: Tensor | None = None
     identify: Callable[[], str] = str

@@ -38,13 +38,12 @@ def _usable() -> bool:
     return True
 
 
-def run(kernel: Any, arguments: Sequence[Tensor | int | float | None], threads: int) -> None:
+def run(kernel: Any, arguments: Sequence[Tensor | int | None], threads: int) -> None:
     """Run a kernel (what `compiled` returns) with a counter, then the arguments, in `threads` of torch's threads.
 
-    Tensors are handed over by address (None = 0): they must be contiguous, on the CPU, and outlive the call; floats as
-    the bits of an fp32 number."""
+    Tensors are handed over by address (None = 0): they must be contiguous, on the CPU, and outlive the call."""
     counter = ctypes.c_int64(0)
-    words = [_word(a) for a in arguments]
+    words = [a.data_ptr() if isinstance(a, Tensor) else (a or 0) for a in arguments]
     block = (ctypes.c_int64 * (len(words) + 1))(ctypes.addressof(counter), *words)
     parallel = _parallel() if threads > 1 else None
     if parallel is None:
@@ -53,10 +52,9 @@ def run(kernel: Any, arguments: Sequence[Tensor | int | float | None], threads: 
         parallel(kernel.address, ctypes.addressof(block), threads, 0)
 
 
-def _word(argument: Tensor | int | float | None) -> int:
-    if isinstance(argument, Tensor):
-        return argument.data_ptr()
-    return ctypes.c_int32.from_buffer(ctypes.c_float(argument)).value if isinstance(argument, float) else argument or 0
+def bits(number: float) -> int:
+    """The bits of an fp32 number, as which a kernel is given one."""
+    return ctypes.c_int32.from_buffer(ctypes.c_float(number)).value
 
 
 @cache
@@ -78,4 +76,4 @@ def _parallel() -> Callable[[int, int, int, int], None] | None:
     return None
 
 
-__all__ = ["INSTALL", "available", "run"]
+__all__ = ["INSTALL", "available", "bits", "run"]

@@ -11,6 +11,7 @@ from numba import carray, njit
 from torch import Tensor
 
 from kvframe.errors import InputError
+from kvframe.ops import native
 from kvframe.ops.native.numba import (
     FAST,
     as_float,
@@ -255,6 +256,6 @@ def packed_attention(
         *(keys.words, values.words, keys.scales, values.scales, keys.scale_table, values.scale_table),
         *(level_table(query.device), len(keys.scales), count, offsets),
         *extra,
-        *(softcap, None if shift is None else shift.contiguous()),
+        *(None if softcap is None else native.bits(softcap), None if shift is None else shift.contiguous()),
     )
     return attended(kernel, query, bounds, values.channels + 1, TILE, rows.groups, given)

@@ -218,7 +218,7 @@ def ragged_attention(
     kernel = attend_kernel(dim if known else 0, at_once, VIEWS[keys.dtype], scaled, softcap is not None)
     count = encoded.log_multiplicity
     count = None if count is None else count.float().contiguous()
-    given = (keys, values, count, *factors, dim, softcap)
+    given = (keys, values, count, *factors, dim, None if softcap is None else native.bits(softcap))
     out, lse = attended(kernel, packed, encoded.bounds, dim, TILE, len(keys), given)
     shape = (batch, query_heads, length)
     return out.view(*shape, dim), lse.view(shape)
