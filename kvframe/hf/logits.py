@@ -17,8 +17,8 @@ def shared_softcap(settings: Sequence[Mapping[str, Any]], name: str) -> float | 
     caps = {given.get("softcap") for given in settings}
     if len(caps) > 1:
         raise ModelError(
-            f"The layers of {name} cap their attention's logits at different values "
-            f"({', '.join(sorted(map(str, caps)))}); kvframe needs one for all layers with full attention."
+            f"{name} caps its attention's logits differently from layer to layer "
+            f"({', '.join(sorted(map(str, caps)))}); kvframe needs one cap for all layers with full attention."
         )
     cap: float | None = next(iter(caps), None)
     return cap
