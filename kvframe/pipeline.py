@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvframe import grading
+from kvframe import capping, grading
 from kvframe.arguments import expect
 from kvframe.budget import Lengths
 from kvframe.contracts import Untouched, blaming, check_encoded, check_plan_fields, check_states
@@ -101,6 +101,7 @@ class Pipeline:
         itself. Raises what the stages raise."""
         if len(self.variants) > 1:
             return [variant.bind(model) for variant in self.variants]
+        capping.check(self.spec.attention, model)
         for stage in self.stages:
             if stage is not self.spec.encoder:
                 with blaming(stage):

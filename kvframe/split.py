@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvframe import capping
 from kvframe.budget import Regions
-from kvframe.ops import dense_attention, merge_attention
+from kvframe.ops import dense_attention, merge_attention, merge_sinks
 from kvframe.placement import on
 from kvframe.stages import Encoder, Kernel
 from kvframe.types import Observation, Part
@@ -22,8 +23,9 @@ def attention_error(
 ) -> float:
     """Mean over layers of |o - o'|^2 / |o|^2, summed over the last 16 queries of all heads and rows: `o` attends the
     exact tokens, `o'` the `parts` of each layer and the exact tail. 0 without queries."""
-    tokens, errors = observation.shape[3], []
-    for layer, held in zip(observation.layers, parts, strict=True):
+    tokens, errors, model = observation.shape[3], [], observation.model
+    scale, softcap = model.scale, model.softcap
+    for index, (layer, held) in enumerate(zip(observation.layers, parts, strict=True)):
         if layer.queries is None:
             continue
         tail, valid = on(regions.tail, layer.keys.device), on(observation.valid, layer.keys.device)
@@ -31,20 +33,23 @@ def attention_error(
         asked = torch.arange(tokens - query.shape[2], tokens, device=valid.device)
         seen = tail[:, None] & (torch.arange(tokens, device=valid.device) <= asked[:, None])  # [B, Q, T]
         before = on(regions.sinks | regions.body, layer.keys.device)[:, None].expand_as(seen)
-        scale = observation.model.scale
-        whole = attend_where(query, layer.keys, layer.values, seen | before, scale)[0]
-        exact = attend_where(query, layer.keys, layer.values, seen, scale)
-        coded = merge_attention([*(kernel.attend(query, part, scale) for part in held), exact])[0]
+        sinks = on(model.sinks(index), query.device)
+        whole = merge_sinks(attend_where(query, layer.keys, layer.values, seen | before, scale, softcap), sinks)[0]
+        exact = attend_where(query, layer.keys, layer.values, seen, scale, softcap)
+        found = [kernel.attend(query, part, scale, **capping.keywords(softcap)) for part in held]
+        coded = merge_sinks(merge_attention([*found, exact]), sinks)[0]
         real = valid[:, None, asked, None]
         wrong = torch.where(real, whole - coded, 0).square().sum()
         errors.append(float(wrong / torch.where(real, whole, 0).square().sum().clamp_min(1e-30)))
     return sum(errors) / len(errors) if errors else 0.0
 
 
-def attend_where(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend_where(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Dense attention of `query [B, Hq, Q, D]` to the tokens where `seen` bool `[B, Q, T]`."""
     bias = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -torch.inf)
-    return dense_attention(query, key, value, scale, bias[:, None])
+    return dense_attention(query, key, value, scale, bias[:, None], softcap)
 
 
 def differences(encoders: Sequence[Encoder]) -> list[str]:

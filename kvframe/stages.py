@@ -201,11 +201,18 @@ class Encoder(Stage):
         return encoded.pick(rows, batch)
 
     def attend(
-        self, query: Tensor, encoded: Encoded, state: Any, scale: float, impl: str
+        self,
+        query: Tensor,
+        encoded: Encoded,
+        state: Any,
+        scale: float,
+        impl: str,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Attend the codes where they lie; contract as `Kernel.attend`. `impl` says with what: "cpu" (numba, on a CPU)
         or "triton". Return None where there is no such way: entries are then decoded and attended, unless the kernel
-        was asked for by name. Raise InputError for what this way cannot take. Default: None."""
+        was asked for by name. So they are if a model caps its logits and this method has no argument `softcap`, which
+        is passed for such a model only. Raise InputError for what this way cannot take. Default: None."""
         return None
 
     @abstractmethod
@@ -225,10 +232,14 @@ class Kernel(Stage):
     any_format: ClassVar[bool] = True
 
     @abstractmethod
-    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Return `(out [B, Hq, Q, D], lse [B, Hq, Q])`, both fp32, for `query [B, Hq, Q, D]`: the softmax of
         `q.k * scale + log multiplicity` over each head's entries, applied to the values, and its log-sum-exp (nats).
-        A head without entries gives out 0 and lse -inf. No entry is masked: all came before the query."""
+        A head without entries gives out 0 and lse -inf. No entry is masked: all came before the query.
+
+        A model that caps its logits passes `softcap`: `q.k * scale` becomes `softcap * tanh(q.k * scale / softcap)`
+        before log multiplicities are added. It is passed for such a model only; a kernel without this argument is
+        refused there, and works everywhere else. What a sink adds to the sum of exponentials is core's to merge."""
 
 
 KINDS: tuple[type[Stage], ...] = (Segmenter, Scorer, Allocator, Encoder, Kernel)

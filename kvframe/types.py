@@ -63,11 +63,6 @@ class Needs:
         )
 
 
-def no_bias(layer: int) -> tuple[Tensor | None, Tensor | None]:
-    """The biases of projections that have none."""
-    return None, None
-
-
 @dataclass(frozen=True, eq=False)
 class ModelInfo:
     """What the stages may know of the model.
@@ -86,6 +81,8 @@ class ModelInfo:
         channel_order: int64 `[D]`, the model's channels in the order in which stages see those of keys and queries;
             None = its own. Of a model that rotates neighbouring channels together they see the half-split order.
         identify: gives `fingerprint`, which costs a look at the weights.
+        softcap: logits `l = q.k * scale` become `softcap * tanh(l / softcap)`; None = they stay as they are.
+        sinks: layer in 0..L-1 -> fp32 `[Hq]`, logits of a further term of the softmax, without a value; None = none.
         read: lets the model read a text of kvframe's own, with what a stage needs observed; None where there is none.
     """
 
@@ -98,11 +95,13 @@ class ModelInfo:
     output_weight: Callable[[int], Tensor]
     layer_ids: tuple[int, ...]
     name: str = "model"
-    projection_bias: Callable[[int], tuple[Tensor | None, Tensor | None]] = no_bias
+    projection_bias: Callable[[int], tuple[Tensor | None, Tensor | None]] = lambda layer: (None, None)
     devices: tuple[torch.device, ...] = ()
     channel_order: Tensor | None = None
     identify: Callable[[], str] = str
     read: Callable[[Needs], Reading] | None = None
+    softcap: float | None = None
+    sinks: Callable[[int], Tensor | None] = lambda layer: None
 
     def __post_init__(self) -> None:
         if self.query_heads % self.kv_heads:

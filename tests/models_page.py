@@ -18,9 +18,9 @@ from kvframe.hf.layer import CompressedLayer
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 INTRODUCTION = """# Models
 
-kvframe looks at what a model does when it reads a single token, not at its name. It serves a model if each of its layers
-with full attention then gives its attention function one key and one value a KV head, of one size, and if the rotation
-of the keys can be undone, or there is none. A model that cannot be served says so in a sentence at
+kvframe looks at what a model does when it reads a single token, not at its name. It serves a model if each of its
+layers with full attention then gives its attention function one key and one value a KV head, of one size, and if the
+rotation of the keys can be undone, or there is none. A model that cannot be served says so in a sentence at
 `pipeline.cache(model)`, before a prompt is read.
 
 - **Rotation** is a property of each layer: there may be layers that do not rotate, several bases in one model, rotated

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -42,6 +46,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -50,14 +55,17 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
-    "gemma3": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
-        {
-            "sliding_window": 16,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "query_pre_attn_scalar": 16,
-        },
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        # Logits of a tiny model are of order 5: the cap bends most of them.
+        {**SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {**SLIDING, "query_pre_attn_scalar": 16}),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
     ),
 }
 
@@ -66,7 +74,12 @@ def tiny_model(name: str, **changes: object) -> PreTrainedModel:
     """A random model of the family, in eval mode, the same at every call."""
     model_class, config_class, extra = MODELS[name]
     torch.manual_seed(0)
-    return model_class(config_class(**{**SHAPE, **extra, **changes})).eval()
+    model = model_class(config_class(**{**SHAPE, **extra, **changes})).eval()
+    for module in model.modules():
+        if isinstance(sinks := getattr(module, "sinks", None), Tensor):
+            # From hardly any share of the attention to nearly all of it, and different from head to head.
+            sinks.data.copy_(torch.linspace(-1, 5, len(sinks)))
+    return model
 
 
 def batch(lengths: list[int], side: str = "left", seed: int = 0) -> dict[str, Tensor]:

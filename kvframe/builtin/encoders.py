@@ -29,10 +29,16 @@ class Dense(Encoder):
         return Entries(encoded.offsets, codes["keys"], codes["values"], encoded.log_multiplicity, encoded.positions)
 
     def attend(
-        self, query: Tensor, encoded: Encoded, state: Any, scale: float, impl: str
+        self,
+        query: Tensor,
+        encoded: Encoded,
+        state: Any,
+        scale: float,
+        impl: str,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """See Encoder.attend."""
-        return attend_codes(query, encoded, scale, impl)
+        return attend_codes(query, encoded, scale, impl, softcap)
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
         """Return `2 * D` values of the model's own width."""
@@ -59,10 +65,16 @@ class Int8(Encoder):
         return Entries(encoded.offsets, keys, values, encoded.log_multiplicity, encoded.positions)
 
     def attend(
-        self, query: Tensor, encoded: Encoded, state: Any, scale: float, impl: str
+        self,
+        query: Tensor,
+        encoded: Encoded,
+        state: Any,
+        scale: float,
+        impl: str,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """See Encoder.attend."""
-        return attend_codes(query, encoded, scale, impl)
+        return attend_codes(query, encoded, scale, impl, softcap)
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
         """Return 8 bits a value and 16 for each of the two scales."""

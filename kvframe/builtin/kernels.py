@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvframe import capping
 from kvframe.errors import InputError
 from kvframe.ops import merge_attention, native, ragged_attention
 from kvframe.stages import Kernel
@@ -24,9 +25,9 @@ class Reference(Kernel):
 
     name: Literal["reference"] = "reference"
 
-    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """See Kernel.attend."""
-        return ragged_attention(query, part.decode(), scale, impl="reference")
+        return ragged_attention(query, part.decode(), scale, "reference", softcap)
 
 
 class Sdpa(Kernel):
@@ -35,9 +36,9 @@ class Sdpa(Kernel):
 
     name: Literal["sdpa"] = "sdpa"
 
-    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """See Kernel.attend."""
-        return _decoded(query, part, scale)
+        return _decoded(query, part, scale, softcap)
 
 
 class Triton(Kernel):
@@ -48,13 +49,13 @@ class Triton(Kernel):
 
     name: Literal["triton"] = "triton"
 
-    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """See Kernel.attend. Raises InputError for an encoder without such a way, or a device without Triton."""
         if not find_spec("triton"):
             raise InputError(
                 "attention: triton needs the package 'triton', which is not installed; use attention: auto."
             )
-        return _by_name(query, part, scale, "triton")
+        return _by_name(query, part, scale, "triton", softcap)
 
 
 class Cpu(Kernel):
@@ -65,14 +66,14 @@ class Cpu(Kernel):
 
     name: Literal["cpu"] = "cpu"
 
-    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """See Kernel.attend. Raises InputError without numba, for an encoder without such a way, or another device."""
         if not native.available():
             raise InputError(
                 f"attention: cpu needs the package 'numba', which cannot be used here; {native.INSTALL}, or use "
                 "attention: auto."
             )
-        return _by_name(query, part, scale, "cpu")
+        return _by_name(query, part, scale, "cpu", softcap)
 
 
 class Auto(Kernel):
@@ -81,16 +82,17 @@ class Auto(Kernel):
 
     name: Literal["auto"] = "auto"
 
-    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """See Kernel.attend."""
-        if impl := _impl(query, part):
+        impl = _impl(query, part)
+        if impl and (softcap is None or capping.takes(type(part.encoder))):
             try:
-                found = part.encoder.attend(query, part.encoded, part.state, scale, impl)
+                found = _coded(query, part, scale, impl, softcap)
             except InputError:  # a dtype or layout that only the decoded way can take
                 found = None
             if found is not None:
                 return found
-        return _decoded(query, part, scale)
+        return _decoded(query, part, scale, softcap)
 
 
 def _impl(query: Tensor, part: Part) -> str | None:
@@ -106,12 +108,21 @@ def _impl(query: Tensor, part: Part) -> str | None:
     return "cpu" if few and native.available() else None
 
 
-def _decoded(query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    return merge_attention([ragged_attention(query, tile, scale, impl="sdpa") for tile in part.tiles()])
+def _decoded(query: Tensor, part: Part, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    return merge_attention([ragged_attention(query, tile, scale, "sdpa", softcap) for tile in part.tiles()])
 
 
-def _by_name(query: Tensor, part: Part, scale: float, impl: str) -> tuple[Tensor, Tensor]:
-    found = part.encoder.attend(query, part.encoded, part.state, scale, impl)
+def _coded(query: Tensor, part: Part, scale: float, impl: str, softcap: float | None) -> tuple[Tensor, Tensor] | None:
+    return part.encoder.attend(query, part.encoded, part.state, scale, impl, **capping.keywords(softcap))
+
+
+def _by_name(query: Tensor, part: Part, scale: float, impl: str, softcap: float | None) -> tuple[Tensor, Tensor]:
+    if softcap is not None and not capping.takes(type(part.encoder)):
+        raise InputError(
+            f"The encoder '{part.encoder.name}' attends its codes without a cap on logits, which the model has; use "
+            "attention: auto, which decodes them, or give its attend the argument softcap: float | None = None."
+        )
+    found = _coded(query, part, scale, impl, softcap)
     if found is None:
         raise InputError(
             f"The {impl} kernel has no loader for the format '{part.encoded.format}' of the encoder "

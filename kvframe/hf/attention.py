@@ -13,17 +13,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from kvframe import capping
 from kvframe.contracts import PASSED_ON, failure
 from kvframe.errors import ModelError
 from kvframe.hf.masks import following
-from kvframe.ops import dense_attention, merge_attention
+from kvframe.ops import dense_attention, merge_attention, merge_sinks
 
 if TYPE_CHECKING:
     from kvframe.hf.layer import CompressedLayer
 
 LAYER = "kvframe_layer"
 PREFIX = "kvframe_"
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+UNSUPPORTED = ("position_bias", "head_mask")
 BASES = ("sdpa", "eager")
 
 
@@ -81,16 +82,17 @@ def kvframe_attention(
             )
     layer.cache.reached(module)
     layer.watch_query(query, attention_mask)
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     mask = None if attention_mask is None else attention_mask[..., -key.shape[2] :]
     if layer.parts:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         bias = layer.recent_bias(query.shape[2], mask)
-        exact = dense_attention(query, key, value, scale, bias)
+        exact = dense_attention(query, key, value, scale, bias, softcap)
         # A `try` costs a step nothing, where a context manager would.
         try:
-            asked = layer.ordered(query)
-            compressed = [part_kernel.attend(asked, part, scale) for part_kernel, part in layer.kernels()]
-            merged = merge_attention([*compressed, exact])[0]
+            asked, told = layer.ordered(query), capping.keywords(softcap)
+            compressed = [part_kernel.attend(asked, part, scale, **told) for part_kernel, part in layer.kernels()]
+            merged = merge_sinks(merge_attention([*compressed, exact]), sinks)[0]
         except PASSED_ON:
             raise
         except Exception as error:

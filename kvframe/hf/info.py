@@ -13,6 +13,7 @@ from kvframe.arguments import expect
 from kvframe.errors import ModelError
 from kvframe.hf import rotation
 from kvframe.hf.fingerprint import fingerprint
+from kvframe.hf.logits import shared_softcap, sinks_of
 from kvframe.hf.probe import Probe, Seen, probe, unwrapped
 from kvframe.hf.projections import check_linear, linear_bias, linear_weight, output_projection
 from kvframe.hf.reading import own_reading
@@ -100,6 +101,8 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
 
     name = type(unwrapped(model)).__name__
 
+    settings = [{} if seen is None else seen.near[layer].settings for layer in layer_ids]
+
     def identify() -> str:
         return fingerprint(model, (len(layer_ids), query_heads, kv_heads, head_dim, scale, name))
 
@@ -118,6 +121,8 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
         devices=devices if all(device.type != "meta" for device in devices) else (),
         identify=identify,
         read=own_reading(model),
+        softcap=shared_softcap(settings, name),
+        sinks=lambda layer: at_home(sinks_of(settings[layer])),
     )
 
 

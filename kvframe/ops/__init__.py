@@ -3,7 +3,14 @@
 from kvframe.ops import bitpack, lloyd_max, native
 from kvframe.ops.interval_distortion import IntervalTables, gram_band, interval_distortion, interval_sums
 from kvframe.ops.packed_attention import Packed, PackedRows, Rebuild, packed_attention
-from kvframe.ops.ragged_attention import dense_attention, merge_attention, ragged_attention
+from kvframe.ops.ragged_attention import (
+    attention_weights,
+    cap_logits,
+    dense_attention,
+    merge_attention,
+    merge_sinks,
+    ragged_attention,
+)
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.ops.select_top import select_top
 from kvframe.ops.soft_matching import soft_matching
@@ -14,7 +21,9 @@ __all__ = [
     "Packed",
     "PackedRows",
     "Rebuild",
+    "attention_weights",
     "bitpack",
+    "cap_logits",
     "dense_attention",
     "grade_tokens",
     "gram_band",
@@ -22,6 +31,7 @@ __all__ = [
     "interval_sums",
     "lloyd_max",
     "merge_attention",
+    "merge_sinks",
     "native",
     "packed_attention",
     "ragged_attention",

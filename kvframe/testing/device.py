@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvframe import capping
 from kvframe.builtin.encoders import Dense
 from kvframe.errors import KvframeError
 from kvframe.stages import Kernel
@@ -52,8 +53,11 @@ def moved(part: Part, device: str) -> Part:
     return replace(part, encoded=new)
 
 
-def attend(kernel: Kernel, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    kernel: Kernel, query: Tensor, part: Part, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend on the kernel's device and bring the results back."""
     device = home(kernel)[0] or "cpu"
-    out, lse = kernel.attend(query.to(device), moved(part, device), scale)
+    told = capping.keywords(softcap)
+    out, lse = kernel.attend(query.to(device), moved(part, device), scale, **told)
     return out.cpu(), lse.cpu()

@@ -12,9 +12,9 @@ from kvframe.builtin import kernels
 STEPS = 12
 
 
-def started(encoder: str):
+def started(encoder: str, family: str = "llama"):
     """A model, and a cache that compressed its prompt."""
-    model = tiny_model("llama")
+    model = tiny_model(family)
     settings = {"budget": {"entries": 24}, "encoder": encoder, "protect.recent": 4, "protect.sink": 1}
     cache = kvframe.load("snapkv", settings).cache(model)
     model(**batch([48]), cache=cache, use_cache=True)
@@ -22,11 +22,13 @@ def started(encoder: str):
     return model, cache
 
 
-@pytest.mark.parametrize("encoder", ["dense", "int8"])
-def test_a_step_is_one_graph(encoder, monkeypatch):
+@pytest.mark.parametrize(
+    ("encoder", "family"), [("dense", "llama"), ("int8", "llama"), ("int8", "gemma2"), ("dense", "gpt_oss")]
+)
+def test_a_step_is_one_graph(encoder, family, monkeypatch):
     monkeypatch.setattr(kernels, "WORTH_A_KERNEL", (0, 0))  # the machine code too is an operator of torch
     torch.compiler.reset()
-    model, cache = started(encoder)
+    model, cache = started(encoder, family)
     found = torch._dynamo.explain(lambda token: model(token, cache=cache, use_cache=True).logits)(torch.tensor([[7]]))
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 

@@ -27,6 +27,9 @@ def test_update_gets_the_dict_that_reaches_the_attention_function(name):
 
     def attention(module, query, key, value, mask, **kwargs):
         seen.append((kwargs.get("kvframe_probe"), kwargs.get("position_ids")))
+        # Caps and sinks come with the call, and can be read off the module.
+        assert kwargs.pop("softcap", None) == getattr(module, "attn_logit_softcapping", None)
+        assert kwargs.get("s_aux") is getattr(module, "sinks", None)
         return AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)
 
     AttentionInterface.register("probe", attention)

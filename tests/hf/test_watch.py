@@ -11,6 +11,7 @@ from tiny import MODELS, batch, tiny_model
 
 import kvframe
 from kvframe.hf import Prefill
+from kvframe.ops import attention_weights, cap_logits
 from kvframe.spec import Protect
 
 
@@ -45,7 +46,8 @@ def test_observation_is_what_the_model_computed(name):
                       and hasattr(m, "o_proj"))  # fmt: skip
         through = torch.einsum("bhtd,hdm->btm", layer.head_outputs, weight)
         direct = module.o_proj(layer.head_outputs.transpose(1, 2).reshape(2, 5, -1))
-        assert torch.allclose(through, direct, atol=1e-5)
+        bias = 0 if module.o_proj.bias is None else module.o_proj.bias
+        assert torch.allclose(through + bias, direct, atol=1e-5)
         assert layer.queries.shape[2] == 60
         assert layer.head_outputs.shape[2] == 5
 
@@ -57,11 +59,13 @@ def test_attention_rebuilt_from_the_observation_gives_the_head_outputs(name):
     model(**inputs, cache=cache)
     cache.compress()
     seen = SEEN[0]
-    for layer in seen.layers:
+    for index, layer in enumerate(seen.layers):
         keys = layer.keys.repeat_interleave(seen.model.group, 1)
         values = layer.values.repeat_interleave(seen.model.group, 1)
-        logits = layer.queries @ keys.mT * seen.model.scale
-        weights = logits.masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+        logits = cap_logits(layer.queries @ keys.mT * seen.model.scale, seen.model.softcap)
+        logits = logits.masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), -torch.inf)
+        sinks = seen.model.sinks(index)
+        weights = attention_weights(logits, None if sinks is None else sinks[:, None])
         assert torch.allclose((weights @ values)[:, :, -5:], layer.head_outputs, atol=1e-5)
 
 

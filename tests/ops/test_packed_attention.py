@@ -7,6 +7,7 @@ import torch
 
 from kvframe.errors import InputError
 from kvframe.ops import Packed, PackedRows, bitpack, lloyd_max, native, packed_attention
+from kvframe.testing.numerics import cap_tolerance
 
 # batch rows, groups, heads a group, queries a head, rows of each pair, widths of each group's keys and values, whether
 # those are levels, 8-bit scales, log multiplicities
@@ -16,6 +17,8 @@ CASES = {
     "no channel": (1, 1, 1, 3, [5], [[]], [[]], False, True, False, False),
     "both levels": (1, 1, 3, 1, [300], [[3] * 20], [[2, 1, 7] + [1] * 16], True, True, False, True),
 }
+
+CAPS = (None, 1.5, 50.0)
 
 
 def side(lengths, groups, widths, levels, bytewise, generator):
@@ -65,10 +68,12 @@ def make(batch, groups, heads, each, lengths, key_widths, value_widths, key_leve
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_is_attention_over_what_codes_stand_for(name):
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_the_reference_is_attention_over_what_codes_stand_for(name, softcap):
     given, keys, values = make(*CASES[name])
     query, constant, packed_keys, _, rows = given
-    out, lse = packed_attention(*given, impl="reference")
+    shift = torch.linspace(-2, 2, constant.numel()).view(constant.shape)
+    out, lse = packed_attention(*given, impl="reference", softcap=softcap, shift=shift)
     for pair, n in enumerate(rows.lengths):
         if n == 0:
             assert not out[pair].any()
@@ -79,6 +84,8 @@ def test_the_reference_is_attention_over_what_codes_stand_for(name):
         first += sum(rows.lengths[p] for p in range(group, pair, rows.groups))
         scale = packed_keys.loaded(group, first, n).double()
         logits = query[pair, :, : len(keys[pair])].double() @ keys[pair].double() + constant[pair, :, None] * scale
+        logits = logits + shift[pair, :, None]
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         if rows.log_multiplicity is not None:
             per_head = len(query[pair]) // rows.heads
             for m in range(len(logits)):
@@ -90,14 +97,18 @@ def test_the_reference_is_attention_over_what_codes_stand_for(name):
         assert torch.allclose(out[pair, :, : wanted.shape[1]].double(), wanted, atol=limit)
 
 
-def agree(given, impl, device="cpu"):
+def agree(given, impl, device="cpu", softcap=None):
     """An implementation against the reference, within rounding of fp32 sums."""
-    query, _, keys, values, _ = given
-    wanted_out, wanted_lse = packed_attention(*given, impl="reference")
-    out, lse = (t.cpu() for t in packed_attention(*_moved(given, device), impl=impl))
+    query, constant, keys, values, _ = given
+    # What keys share: some queries' logits are far beyond the cap, some on its slope.
+    shift = torch.linspace(-3, 3, constant.numel()).view(constant.shape) * (softcap or 1)
+    terms = {"softcap": softcap, "shift": shift.to(device)}
+    wanted_out, wanted_lse = packed_attention(*given, impl="reference", softcap=softcap, shift=shift)
+    out, lse = (t.cpu() for t in packed_attention(*_moved(given, device), impl=impl, **terms))
     assert torch.equal(lse.isinf(), wanted_lse.isinf())
     eps = torch.finfo(torch.float32).eps
     logit = 16 * (keys.channels + 2) * eps  # the magnitudes of a product add up to less than 16, see below
+    logit += eps * float(shift.abs().max()) + (0.0 if softcap is None else cap_tolerance(softcap))
     filled = wanted_lse.isfinite()
     assert ((lse - wanted_lse)[filled].abs() <= logit + eps * 16).all()
     largest = float(wanted_out.abs().max()) if wanted_out.numel() else 0.0
@@ -130,7 +141,8 @@ def test_the_cpu_kernel_matches_the_reference(monkeypatch):
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
         for case in CASES.values():
-            agree(make(*case)[0], "cpu")
+            for softcap in CAPS:
+                agree(make(*case)[0], "cpu", softcap=softcap)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_build import TARGETS, build
-from test_packed_attention import CASES, agree, make
+from test_packed_attention import CAPS, CASES, agree, make
 
 from kvframe.errors import InputError
 from kvframe.ops import packed_attention
@@ -31,24 +31,29 @@ def test_the_kernel_matches_the_reference():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(len(CASES)), "checked"]
+    assert done.stdout.split() == [str(len(CASES) * len(CAPS)), "checked"]
 
 
 @pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize(("levels", "scales", "channels"), [(True, "bf16", 192), (False, "u8", 64)])
-def test_the_kernel_builds_for_gpus_and_spills_nothing(capability, levels, scales, channels):
+@pytest.mark.parametrize(
+    ("levels", "scales", "channels", "caps"),
+    [(True, "bf16", 192, False), (False, "u8", 64, False), (True, "bf16", 192, True), (False, "u8", 64, True)],
+)
+def test_the_kernel_builds_for_gpus_and_spills_nothing(capability, levels, scales, channels, caps):
     pytest.importorskip("triton")
     kernels = module()
-    floats = ("query", "constant", "key_scale_table", "value_scale_table", "levels", "log_multiplicity", "out", "lse")
-    signature = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("places", "offsets"), "*i64")
+    floats = ("query", "constant", "shift", "levels", "log_multiplicity", "out", "lse")
+    signature = dict.fromkeys((*floats, "key_scale_table", "value_scale_table"), "*fp32")
+    signature |= dict.fromkeys(("places", "offsets"), "*i64")
     signature |= dict.fromkeys(("key_words", "value_words", "key_table", "value_table"), "*i32")
     signature |= dict.fromkeys(("key_scales", "value_scales"), f"*{scales}")
     sizes = ("n_pairs", "n_queries", "groups", "heads", "key_channels", "value_channels", "key_widest", "value_widest")
-    signature |= dict.fromkeys((*sizes, "split"), "i32")
+    signature |= dict.fromkeys((*sizes, "split"), "i32") | {"softcap": "fp32"}
     constants = {
         "KEY_LEVELS": not levels,
         "VALUE_LEVELS": levels,
         "BYTES": scales == "u8",
+        "CAPS": caps,
         "WEIGHTED": True,
         "BLOCK_M": kernels.BLOCK_M,
         "BLOCK_K": kernels.BLOCK_K,
@@ -78,13 +83,15 @@ def test_by_name_it_never_falls_back():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_on_a_gpu(name):
-    agree(make(*CASES[name])[0], "triton", "cuda")
+@pytest.mark.parametrize("softcap", CAPS)
+def test_the_kernel_on_a_gpu(name, softcap):
+    agree(make(*CASES[name])[0], "triton", "cuda", softcap)
 
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     module().SPLIT, module().BLOCK_V = 4, 16  # several splits, several chunks of value channels
     for each in CASES.values():
-        agree(make(*each)[0], "triton")
-    print(len(CASES), "checked")
+        for cap in CAPS:
+            agree(make(*each)[0], "triton", softcap=cap)
+    print(len(CASES) * len(CAPS), "checked")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframe.errors import InputError
-from kvframe.ops import dense_attention, merge_attention, ragged_attention
+from kvframe.ops import attention_weights, dense_attention, merge_attention, merge_sinks, ragged_attention
 from kvframe.types import Entries
 
 SHAPES = st.fixed_dictionaries(
@@ -39,7 +39,7 @@ def make(batch, heads, group, length, dim, seed, uniform, weighted, dtype=torch.
     return query, Entries(offsets, keys, values, log_multiplicity)
 
 
-def spelled_out(query, entries, scale):
+def spelled_out(query, entries, scale, softcap=None, sinks=None):
     """Attention written with loops over everything, in fp64."""
     batch, query_heads, length, dim = query.shape
     heads = (len(entries.offsets) - 1) // batch
@@ -53,9 +53,11 @@ def spelled_out(query, entries, scale):
                 weights = []
                 for r in rows:
                     bias = 0.0 if entries.log_multiplicity is None else float(entries.log_multiplicity[r])
-                    weights.append(torch.exp(query[b, h, t].double() @ entries.keys[r].double() * scale + bias))
-                if weights:
-                    total = sum(weights)
+                    logit = query[b, h, t].double() @ entries.keys[r].double() * scale
+                    logit = logit if softcap is None else softcap * torch.tanh(logit / softcap)
+                    weights.append(torch.exp(logit + bias))
+                if weights or sinks is not None:
+                    total = sum(weights) + (0 if sinks is None else torch.exp(sinks[h].double()))
                     lse[b, h, t] = total.log()
                     out[b, h, t] = (
                         sum(w * entries.values[r].double() for w, r in zip(weights, rows, strict=True)) / total
@@ -64,22 +66,43 @@ def spelled_out(query, entries, scale):
 
 
 @settings(max_examples=40, deadline=None)
-@given(SHAPES)
-def test_reference_is_attention(shape):
+@given(SHAPES, st.sampled_from([None, 1.5, 50.0]))
+def test_reference_is_attention(shape, softcap):
     query, entries = make(**shape)
-    for got, wanted in zip(
-        ragged_attention(query, entries, 0.3, "reference"), spelled_out(query, entries, 0.3), strict=True
-    ):
-        assert torch.allclose(got, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+    scale = 0.3 if softcap is None else softcap  # logits of several times the cap
+    got = ragged_attention(query, entries, scale, "reference", softcap)
+    for mine, wanted in zip(got, spelled_out(query, entries, scale, softcap), strict=True):
+        assert torch.allclose(mine, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, st.sampled_from([None, 1.5]))
+def test_sinks_are_a_part_without_values(shape, softcap):
+    """Heads with nothing kept included: their whole attention is the sink's."""
+    query, entries = make(**shape)
+    sinks = torch.linspace(-30, 30, query.shape[1])
+    got = merge_sinks(ragged_attention(query, entries, 0.3, "reference", softcap), sinks)
+    for mine, wanted in zip(got, spelled_out(query, entries, 0.3, softcap, sinks), strict=True):
+        assert torch.allclose(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-3.0, 0.5, 40.0])])
+def test_weights_with_a_sink_leave_it_its_share(sinks):
+    logits = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[..., 4:] = -torch.inf
+    weights = attention_weights(logits, None if sinks is None else sinks[:, None])
+    terms = logits if sinks is None else torch.cat([logits, sinks[:, None, None].expand(2, 3, 5, 1)], -1)
+    assert torch.allclose(weights, terms.softmax(-1)[..., :7], rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @settings(max_examples=40, deadline=None)
-@given(shape=SHAPES)
-def test_sdpa_matches_the_reference(dtype, shape):
+@given(shape=SHAPES, softcap=st.sampled_from([None, 1.5, 50.0]))
+def test_sdpa_matches_the_reference(dtype, shape, softcap):
     query, entries = make(**shape, dtype=dtype)
-    wanted_out, wanted_lse = ragged_attention(query, entries, 0.3, "reference")
-    out, lse = ragged_attention(query, entries, 0.3, "sdpa")
+    scale = 0.3 if softcap is None else softcap / 8
+    wanted_out, wanted_lse = ragged_attention(query, entries, scale, "reference", softcap)
+    out, lse = ragged_attention(query, entries, scale, "sdpa", softcap)
     assert out.dtype == lse.dtype == torch.float32
     # The fused kernel rounds weights and output to the dtype; values are below 5, logits below 50.
     eps = max(torch.finfo(dtype).eps, 2e-6)

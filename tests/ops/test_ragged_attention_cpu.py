@@ -11,13 +11,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_ragged_attention_triton import check
+from test_ragged_attention_triton import LOGITS, check
 
 from kvframe.builtin.encoders import Dense, Int8
 from kvframe.builtin.kernels import Auto, Cpu, Sdpa
 from kvframe.errors import InputError
 from kvframe.ops import native
 from kvframe.ops.ragged_attention.plan import work_items
+from kvframe.testing.numerics import cap_tolerance
 from kvframe.types import Encoded, Entries, Part
 
 needs_numba = pytest.mark.skipif(not native.available(), reason="needs numba")
@@ -43,7 +44,8 @@ def test_the_kernel_matches_the_reference(dtype, encoder, monkeypatch):
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
         for shape in [*SHAPES, (2, 3, 3, 1, 64, 333, True)]:
-            check(shape, encoder, dtype, kernel=Cpu())
+            for scale, softcap in LOGITS:
+                check(shape, encoder, dtype, kernel=Cpu(), scale=scale, softcap=softcap)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -147,3 +149,36 @@ def test_auto_decodes_what_the_kernel_refuses(monkeypatch):
     wanted = Cpu().attend(query, dense, 0.3)
     for got, expected in zip(Auto().attend(query, strided, 0.3), wanted, strict=True):
         assert torch.allclose(got, expected, atol=1e-5)
+
+
+def test_an_encoder_that_cannot_cap_is_decoded_or_named():
+    class Plain(Dense):
+        def attend(self, query, encoded, state, scale, impl):
+            raise AssertionError("called for a model with a cap")
+
+    entries = Entries(torch.tensor([0, 2000]), torch.randn(2000, 24), torch.randn(2000, 24))
+    part, query = Part(Dense().encode(entries, ()), Plain()), torch.randn(1, 1, 1, 24)
+    for got, wanted in zip(
+        Auto().attend(query, part, 1.0, softcap=2.0), Sdpa().attend(query, part, 1.0, softcap=2.0), strict=True
+    ):
+        assert torch.equal(got, wanted)
+    if native.available():
+        with pytest.raises(InputError, match=r"'dense' attends its codes without a cap on logits.*use attention: auto"):
+            Cpu().attend(query, part, 1.0, softcap=2.0)
+
+
+@needs_numba
+def test_the_tangent_is_within_what_tolerances_take_it_for():
+    """A head of one entry, whose key is 1: its log-sum-exp is the capped query."""
+    logits = torch.cat([torch.logspace(-20, 38, 2001), torch.linspace(0, 40, 4001)])
+    logits = torch.cat([logits, -logits, torch.zeros(1)])
+    one = torch.zeros(1, 24)
+    one[0, 0] = 1
+    entries = Entries(torch.arange(2), one, one)
+    query = torch.zeros(1, len(logits), 1, 24)
+    query[0, :, 0, 0] = logits
+    part = Part(Dense().encode(entries, ()), Dense())
+    for softcap in (0.1, 1.5, 50.0):
+        _, lse = Cpu().attend(query, part, 1.0, softcap=softcap)
+        wanted = softcap * (logits.double() / softcap).tanh()
+        assert float((lse[0, :, 0] - wanted).abs().max()) <= cap_tolerance(softcap)

@@ -14,10 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_build import TARGETS, build
 
+from kvframe import capping
 from kvframe.builtin.encoders import Dense, Int8
 from kvframe.builtin.kernels import Triton
 from kvframe.errors import InputError
 from kvframe.ops.ragged_attention.reference import ragged_attention as reference
+from kvframe.testing.numerics import cap_tolerance
 from kvframe.types import Encoded, Entries, Part
 
 # batch, KV heads, group, queries, D, longest head, weighted
@@ -28,6 +30,8 @@ SHAPES = [
     (1, 2, 4, 20, 16, 130, False),
     (2, 1, 1, 3, 40, 0, False),
 ]
+# scale and cap: logits as usual, around a small cap, and of several hundred under one that models have
+LOGITS = [(0.3, None), (0.3, 1.5), (30.0, 50.0)]
 
 
 def make(batch, heads, group, length, dim, longest, weighted, dtype, device="cpu"):
@@ -45,22 +49,24 @@ def make(batch, heads, group, length, dim, longest, weighted, dtype, device="cpu
     return moved[0], Entries(*moved[1:])
 
 
-def check(shape, encoder, dtype, device="cpu", kernel=None):
+def check(shape, encoder, dtype, device="cpu", kernel=None, scale=0.3, softcap=None):
     """The kernel against the reference in fp64 on the same codes."""
     query, entries = make(*shape, dtype, device)
     part = Part(encoder.encode(entries, ()), encoder)
     rebuilt = encoder.decode(encoder.encode(Entries(entries.offsets, entries.keys.float(), entries.values.float(),
                                                     entries.log_multiplicity), ()), ())  # fmt: skip
-    wanted_out, wanted_lse = reference(query.double(), rebuilt, 0.3)
-    out, lse = (kernel or Triton()).attend(query, part, 0.3)
+    wanted_out, wanted_lse = reference(query.double(), rebuilt, scale, softcap)
+    out, lse = (kernel or Triton()).attend(query, part, scale, **capping.keywords(softcap))
     assert out.dtype == lse.dtype == torch.float32
     assert torch.equal(lse.isinf(), wanted_lse.isinf())
     if not len(entries.keys):
         return
     # A logit errs by the rounding of its terms: of rebuilt keys to the query's dtype, else of sums in fp32.
     rounding = torch.finfo(dtype if encoder.name == "int8" else torch.float32).eps
-    logit = 0.3 * float(query.abs().amax((0, 1, 2)).double() @ rebuilt.keys.abs().amax(0).double()) * rounding
-    assert torch.allclose(lse.double(), wanted_lse, atol=logit + 4 * torch.finfo(torch.float32).eps * 20, rtol=0)
+    logit = scale * float(query.abs().amax((0, 1, 2)).double() @ rebuilt.keys.abs().amax(0).double()) * rounding
+    logit += 0.0 if softcap is None else cap_tolerance(softcap)
+    largest = 20 if softcap is None else 20 + softcap
+    assert torch.allclose(lse.double(), wanted_lse, atol=logit + 4 * torch.finfo(torch.float32).eps * largest, rtol=0)
     # Weights move with the logits and are rounded to the query's dtype, as are the values that they weigh.
     largest = float(rebuilt.values.abs().max())
     assert float((out - wanted_out).abs().max()) <= largest * (2 * logit + 4 * torch.finfo(dtype).eps)
@@ -77,24 +83,33 @@ def test_the_kernel_matches_the_reference():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(len(SHAPES) * 2 * 2 * 2), "checked"]
+    assert done.stdout.split() == [str(len(SHAPES) * 2 * 2 * (1 + len(LOGITS))), "checked"]
 
 
 @pytest.mark.parametrize("capability", TARGETS)
 @pytest.mark.parametrize(
-    ("kind", "dtype", "dim", "block_m"),
-    [("dense", "fp32", 64, 16), ("dense", "bf16", 128, 64), ("int8", "bf16", 128, 16), ("int8", "bf16", 64, 16)],
+    ("kind", "dtype", "dim", "block_m", "caps"),
+    [
+        ("dense", "fp32", 64, 16, False),
+        ("dense", "bf16", 128, 64, False),
+        ("int8", "bf16", 128, 16, False),
+        ("int8", "bf16", 64, 16, False),
+        ("dense", "fp32", 256, 16, True),
+        ("dense", "bf16", 128, 64, True),
+        ("int8", "bf16", 128, 16, True),
+    ],
 )
-def test_the_kernel_builds_for_gpus_and_spills_nothing(capability, kind, dtype, dim, block_m):
+def test_the_kernel_builds_for_gpus_and_spills_nothing(capability, kind, dtype, dim, block_m, caps):
     pytest.importorskip("triton")
     from kvframe.ops.ragged_attention.triton import BLOCK_N, LOADERS, WARPS, attend_kernel
 
     codes = (f"*{dtype}",) * 2 if kind == "dense" else ("*i8", "*i8", "*bf16", "*bf16")
-    signature = {"query": f"*{dtype}", "codes": codes, "offsets": "*i64", "scale": "fp32"}
+    signature = {"query": f"*{dtype}", "codes": codes, "offsets": "*i64", "scale": "fp32", "softcap": "fp32"}
     signature |= dict.fromkeys(("log_multiplicity", "out", "lse"), "*fp32")
     signature |= dict.fromkeys(("n_pairs", "n_queries", "split"), "i32")
-    constants = {"LOAD": LOADERS[kind][0], "WEIGHTED": True, "DIM": dim, "BLOCK_D": dim, "BLOCK_M": block_m}
-    made = build(attend_kernel, signature, {**constants, "BLOCK_N": BLOCK_N}, capability, num_warps=WARPS)
+    constants = {"LOAD": LOADERS[kind][0], "CAPS": caps, "WEIGHTED": True, "DIM": dim, "BLOCK_D": dim}
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": BLOCK_N}
+    made = build(attend_kernel, signature, constants, capability, num_warps=WARPS)
     assert made["spilled"] == 0, made
 
 
@@ -128,8 +143,9 @@ def test_refusals_name_the_way_out(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("encoder", [Dense(), Int8()])
-def test_the_kernel_on_a_gpu(shape, dtype, encoder):
-    check(shape, encoder, dtype, "cuda")
+@pytest.mark.parametrize(("scale", "softcap"), LOGITS)
+def test_the_kernel_on_a_gpu(shape, dtype, encoder, scale, softcap):
+    check(shape, encoder, dtype, "cuda", scale=scale, softcap=softcap)
 
 
 if __name__ == "__main__":
@@ -137,12 +153,13 @@ if __name__ == "__main__":
 
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     count = 0
-    for split in (module.SPLIT, 16):
+    # One program for each head, then several.
+    for split, (scale, softcap) in ((module.SPLIT, LOGITS[0]), *((16, each) for each in LOGITS)):
         module.SPLIT = split
         for each in SHAPES:
             for coder in (Dense(), Int8()):
                 # The interpreter's products know no bf16.
                 for precision in (torch.float32, torch.float16):
-                    check(each, coder, precision)
+                    check(each, coder, precision, scale=scale, softcap=softcap)
                     count += 1
     print(count, "checked")

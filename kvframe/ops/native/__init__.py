@@ -52,6 +52,11 @@ def run(kernel: Any, arguments: Sequence[Tensor | int | None], threads: int) -> 
         parallel(kernel.address, ctypes.addressof(block), threads, 0)
 
 
+def bits(number: float) -> int:
+    """The bits of an fp32 number, as which a kernel is given one."""
+    return ctypes.c_int32.from_buffer(ctypes.c_float(number)).value
+
+
 @cache
 def _alone(address: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
@@ -71,4 +76,4 @@ def _parallel() -> Callable[[int, int, int, int], None] | None:
     return None
 
 
-__all__ = ["INSTALL", "available", "run"]
+__all__ = ["INSTALL", "available", "bits", "run"]

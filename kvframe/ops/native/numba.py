@@ -97,6 +97,15 @@ def exp(x):
 
 
 @njit(fastmath=FAST)
+def cap(logits, n, softcap):
+    """Cap the first `n` logits of a row at `softcap * tanh(logit / softcap)`, within a few roundings of the cap."""
+    for j in range(n):
+        e = exp(f32(-2.0) * abs(logits[j] / softcap))
+        size = softcap * (f32(1.0) - e) / (f32(1.0) + e)
+        logits[j] = -size if logits[j] < f32(0.0) else size
+
+
+@njit(fastmath=FAST)
 def softmax(logits, n, top, total, held):
     """Turn the first `n` logits of a row into weights relative to the highest seen; return that and the weights' sum so
     far, and shrink what is `held` accordingly."""

@@ -25,6 +25,8 @@ def packed_attention(
     rows: PackedRows,
     impl: str = "auto",
     rebuild: Rebuild | None = None,
+    softcap: float | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the rows of `P` pairs (of a batch row and a group of heads) with queries in code space.
 
@@ -36,6 +38,9 @@ def packed_attention(
         rows: how many rows each pair has, and their log multiplicities.
         impl: "reference", "cpu" (numba), "triton" (without `rebuild`), or "auto": what is there for the device.
         rebuild: rebuild and rotate the keys, block by block, as they are attended.
+        softcap: caps logits at `softcap * tanh(logit / softcap)`, before log multiplicities; None = there is no cap.
+        shift: fp32 `[P, M]`, added to every logit of a query before the cap: its product with what all keys share;
+            None = 0.
 
     Returns:
         `(out [P, M, C' + 1], lse [P, M])`, fp32: the weighted means of the values' levels times their scales and, last,
@@ -69,7 +74,11 @@ def packed_attention(
     module = {"reference": "reference", "cpu": "numba", "triton": "triton"}[impl]
     attend = import_module(f"{__name__}.{module}").packed_attention
     more = () if rebuild is None else (rebuild,)
-    return attend(query, constant, keys, values, rows, *more)
+    if softcap is not None:
+        shift = query.new_zeros(query.shape[:2]) if shift is None else shift
+        return attend(query, constant, keys, values, rows, softcap, shift, *more)
+    out, lse = attend(query, constant, keys, values, rows, None, None, *more)
+    return out, lse if shift is None else lse + shift
 
 
 __all__ = ["Packed", "PackedRows", "Rebuild", "packed_attention"]

@@ -11,9 +11,11 @@ from numba import carray, njit
 from torch import Tensor
 
 from kvframe.errors import InputError
+from kvframe.ops import native
 from kvframe.ops.native.numba import (
     FAST,
     as_float,
+    cap,
     compiled,
     f32,
     pointer,
@@ -46,12 +48,13 @@ def turn(keys, scale, first, center, cos, sin, heads):
 
 
 @cache
-def attend_kernel(at_once: int, key_levels: bool, value_levels: bool, rebuilt: bool):
-    """The kernel that takes so many queries of a pair at once; `rebuilt` keys are made and rotated on the way."""
+def attend_kernel(at_once: int, key_levels: bool, value_levels: bool, rebuilt: bool, caps: bool):
+    """The kernel that takes so many queries of a pair at once; `rebuilt` keys are made and rotated on the way; it
+    `caps` logits or leaves them."""
     span = TILE * LANES
 
     def kernel(arguments):
-        a = carray(arguments, (35,))
+        a = carray(arguments, (37,))
         n_items, pairs, queries, groups = a[1], a[2], a[3], a[4]
         heads, key_channels, value_channels = a[7], a[8], a[9]
         items = carray(pointer(a[5]), (n_items, 3), np.int64)
@@ -78,8 +81,10 @@ def attend_kernel(at_once: int, key_levels: bool, value_levels: bool, rebuilt: b
         positions = carray(pointer(a[30]), (entries,), np.int32)
         cos = carray(pointer(a[31]), (table_length, half), f32)
         sin = carray(pointer(a[32]), (table_length, half), f32)
-        out = carray(pointer(a[33]), (n_items, queries, value_channels + 1), f32)
-        lse = carray(pointer(a[34]), (n_items, queries), f32)
+        softcap = as_float(np.int32(a[33]))
+        shift = carray(pointer(a[34]), (pairs, queries), f32)
+        out = carray(pointer(a[35]), (n_items, queries, value_channels + 1), f32)
+        lse = carray(pointer(a[36]), (n_items, queries), f32)
         logits = np.empty((queries, span), f32)
         sums = np.empty((queries, LANES), f32)
         factor = np.empty(span, f32)
@@ -164,6 +169,10 @@ def attend_kernel(at_once: int, key_levels: bool, value_levels: bool, rebuilt: b
                     if not rebuilt:
                         for j in range(n):
                             row[j] *= factor[j]
+                    if caps:
+                        for j in range(n):
+                            row[j] += shift[pair, m]
+                        cap(row, n, softcap)
                     if a[22] != 0:
                         at = offsets[pair * heads + m // (queries // heads)] + begin
                         for j in range(n):
@@ -217,7 +226,14 @@ def attend_kernel(at_once: int, key_levels: bool, value_levels: bool, rebuilt: b
 
 
 def packed_attention(
-    query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows, rebuild: Rebuild | None = None
+    query: Tensor,
+    constant: Tensor,
+    keys: Packed,
+    values: Packed,
+    rows: PackedRows,
+    softcap: float | None = None,
+    shift: Tensor | None = None,
+    rebuild: Rebuild | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the package's `packed_attention`."""
     if query.device.type != "cpu":
@@ -227,7 +243,7 @@ def packed_attention(
     count = None if rows.log_multiplicity is None else rows.log_multiplicity.float().contiguous()
     sharing = query.shape[1] if rebuild is None else query.shape[1] // rows.heads
     at_once = next(n for n in AT_ONCE if sharing % n == 0)
-    kernel = attend_kernel(at_once, keys.levels, values.levels, rebuild is not None)
+    kernel = attend_kernel(at_once, keys.levels, values.levels, rebuild is not None, softcap is not None)
     if rebuild is None:
         extra: tuple[Tensor | int, ...] = (0,) * 9
     else:
@@ -240,5 +256,6 @@ def packed_attention(
         *(keys.words, values.words, keys.scales, values.scales, keys.scale_table, values.scale_table),
         *(level_table(query.device), len(keys.scales), count, offsets),
         *extra,
+        *(None if softcap is None else native.bits(softcap), None if shift is None else shift.contiguous()),
     )
     return attended(kernel, query, bounds, values.channels + 1, TILE, rows.groups, given)

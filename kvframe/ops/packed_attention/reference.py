@@ -7,10 +7,18 @@ from torch import Tensor
 
 from kvframe.ops import bitpack
 from kvframe.ops.packed_attention.layout import Packed, PackedRows, Rebuild, level_table
+from kvframe.ops.ragged_attention.logits import cap_logits
 
 
 def packed_attention(
-    query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows, rebuild: Rebuild | None = None
+    query: Tensor,
+    constant: Tensor,
+    keys: Packed,
+    values: Packed,
+    rows: PackedRows,
+    softcap: float | None = None,
+    shift: Tensor | None = None,
+    rebuild: Rebuild | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the package's `packed_attention`; fp64 inside."""
     pairs, queries, _ = query.shape
@@ -28,6 +36,8 @@ def packed_attention(
         else:
             heads = _rebuilt(meant[0], factor, rebuild, group, row, rows.heads)
             logits = (query[pair].double().unflatten(0, (rows.heads, -1)) @ heads.transpose(1, 2)).flatten(0, 1)
+        if shift is not None:
+            logits = cap_logits(logits + shift[pair, :, None].double(), softcap)
         if rows.log_multiplicity is not None:
             starts = rows.offsets[pair * rows.heads : (pair + 1) * rows.heads].tolist()
             bias = torch.stack([rows.log_multiplicity[start : start + n] for start in starts])

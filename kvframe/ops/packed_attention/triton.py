@@ -12,7 +12,7 @@ from torch import Tensor
 from kvframe.errors import InputError
 from kvframe.ops.launch import beside_its_tensors
 from kvframe.ops.packed_attention.layout import Packed, PackedRows, channel_table, level_table
-from kvframe.ops.ragged_attention.triton import merge_kernel
+from kvframe.ops.ragged_attention.triton import cap, merge_kernel
 
 # Sizes for which no target spills registers: queries of a program, key channels at once, value channels of a program,
 # and warps.
@@ -53,6 +53,7 @@ def load_scales(scales, table, rows, inside, BYTES: tl.constexpr):
 def attend_kernel(
     query,  # fp32 [P, M, C]
     constant,  # fp32 [P, M]
+    shift,  # fp32 [P, M], read if CAPS
     key_words,
     value_words,
     key_scales,
@@ -76,9 +77,11 @@ def attend_kernel(
     key_widest,
     value_widest,
     split,
+    softcap,  # fp32, read if CAPS
     KEY_LEVELS: tl.constexpr,
     VALUE_LEVELS: tl.constexpr,
     BYTES: tl.constexpr,
+    CAPS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -107,6 +110,8 @@ def attend_kernel(
     for channel in range(value_channels):
         value_block += tl.load(value_table + channel * 3 + 2)
     add = tl.load(constant + pair * n_queries + m, mask=asked, other=0.0)
+    if CAPS:
+        common = tl.load(shift + pair * n_queries + m, mask=asked, other=0.0)
     lane = tl.arange(0, 32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -129,6 +134,8 @@ def attend_kernel(
             logits += tl.dot(q, tl.trans(keys), input_precision="ieee")
         factor = load_scales(key_scales, key_scale_table + group * 256, first_row + rows, inside, BYTES)
         logits = (logits + add[:, None]) * factor[None, :]
+        if CAPS:
+            logits = cap(logits + common[:, None], softcap)
         if WEIGHTED:
             start = tl.load(offsets + pair * heads + m // (n_queries // heads), mask=asked, other=0)
             seen = asked[:, None] & inside[None, :]
@@ -157,7 +164,13 @@ def attend_kernel(
 
 @beside_its_tensors
 def packed_attention(
-    query: Tensor, constant: Tensor, keys: Packed, values: Packed, rows: PackedRows
+    query: Tensor,
+    constant: Tensor,
+    keys: Packed,
+    values: Packed,
+    rows: PackedRows,
+    softcap: float | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the package's `packed_attention`."""
     if not query.is_cuda and not triton.knobs.runtime.interpret:
@@ -172,14 +185,15 @@ def packed_attention(
     lse = torch.empty(splits, pairs, queries, dtype=torch.float32, device=query.device)
     unused = query.new_zeros(1)
     given = [
-        *(query.contiguous(), constant.contiguous(), keys.words, values.words, keys.scales, values.scales),
+        *(query.contiguous(), constant.contiguous(), unused if shift is None else shift.contiguous()),
+        *(keys.words, values.words, keys.scales, values.scales),
         *(unused if side.scale_table is None else side.scale_table for side in (keys, values)),
         *(channel_table(side.segments, query.device) for side in (keys, values)),
         *(level_table(query.device), places),
         *(unused if rows.log_multiplicity is None else rows.log_multiplicity, rows.offsets, out, lse),
     ]
     widest = [max((w for group in side.segments for w, _ in group), default=0) for side in (keys, values)]
-    sizes = (pairs, queries, rows.groups, rows.heads, key_channels, width, *widest, SPLIT)
+    sizes = (pairs, queries, rows.groups, rows.heads, key_channels, width, *widest, SPLIT, softcap or 0.0)
     block_v = min(BLOCK_V, triton.next_power_of_2(max(16, width)))
     chunks = max(1, triton.cdiv(width, block_v))
     attend_kernel[(pairs, splits, triton.cdiv(queries, BLOCK_M) * chunks)](
@@ -188,6 +202,7 @@ def packed_attention(
         KEY_LEVELS=keys.levels,
         VALUE_LEVELS=values.levels,
         BYTES=keys.scale_table is not None,
+        CAPS=softcap is not None,
         WEIGHTED=rows.log_multiplicity is not None,
         BLOCK_M=BLOCK_M,
         BLOCK_K=BLOCK_K,

@@ -5,17 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvframe.ops.ragged_attention.logits import cap_logits
+
 BLOCK_ELEMENTS = 1 << 24  # scores held at once: 64 MiB of fp32
 
 
 def dense_attention(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out [B, Hq, Q, D], lse [B, Hq, Q])` in fp32 for `query [B, Hq, Q, D]` on `keys, values [B, H, n, D]`.
 
-    `bias` broadcasts to `[B, H, Q, n]` and is added to the logits (fp32; -inf masks); None = attend everything. A query
-    that may see nothing gives out 0 and lse -inf. On a CPU torch's fused kernel is used where it applies; elsewhere
-    scores are formed in blocks of queries, at most 64 MiB at a time."""
+    `softcap` caps the logits (None: there is no cap); `bias` broadcasts to `[B, H, Q, n]` and is added to them after
+    that (fp32; -inf masks); None = attend everything. A query that may see nothing gives out 0 and lse -inf. On a CPU
+    torch's fused kernel is used where it applies, which is not where logits are capped; elsewhere scores are formed in
+    blocks of queries, at most 64 MiB at a time."""
     batch, query_heads, length, dim = query.shape
     heads, n = keys.shape[1], keys.shape[2]
     if n == 0:
@@ -23,7 +31,7 @@ def dense_attention(
         return out, out.new_full(out.shape[:-1], -torch.inf)
     group = query_heads // heads
     shape = (batch, query_heads, length)
-    if query.device.type == "cpu" and query.dtype == keys.dtype:
+    if query.device.type == "cpu" and query.dtype == keys.dtype and softcap is None:
         # The fused kernel takes channels for adjacent and reads something else where they are not.
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
         if bias is None or length == 1:
@@ -40,7 +48,7 @@ def dense_attention(
     outs, lses = [], []
     for begin in range(0, length, step):
         block = grouped[:, :, :, begin : begin + step]  # [B, H, G, q, D]
-        logits = block.float() @ keys32.transpose(-1, -2) * scale  # [B, H, G, q, n]
+        logits = cap_logits(block.float() @ keys32.transpose(-1, -2) * scale, softcap)  # [B, H, G, q, n]
         if bias is not None:
             part = bias if bias.shape[-2] == 1 else bias[..., begin : begin + step, :]
             logits = logits + part.float()[:, :, None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvframe.errors import InputError
 from kvframe.ops import native
-from kvframe.ops.native.numba import FAST, as_float, compiled, f32, pointer, softmax, take
+from kvframe.ops.native.numba import FAST, as_float, cap, compiled, f32, pointer, softmax, take
 from kvframe.ops.ragged_attention.plan import work_items
 from kvframe.ops.ragged_attention.vectors import LANES, ROWS, gather_rows, score_rows
 from kvframe.types import Encoded
@@ -85,14 +85,14 @@ def gather(weights, values, n, held):
 
 
 @cache
-def attend_kernel(dim: int, at_once: int, view: type, scaled: bool):
+def attend_kernel(dim: int, at_once: int, view: type, scaled: bool, caps: bool):
     """The kernel for heads of `dim` channels, which takes so many queries at once (0 and 1: any number of channels);
-    `scaled` rows have a bfloat16 factor each."""
+    `scaled` rows have a bfloat16 factor each; it `caps` logits or leaves them."""
 
     kind, width = np.dtype(view).name, np.dtype(view).itemsize
 
     def kernel(arguments):
-        a = carray(arguments, (15,))
+        a = carray(arguments, (16,))
         n_items, pairs, queries, entries = a[1], a[2], a[3], a[4]
         size = dim if dim else a[12]
         items = carray(pointer(a[5]), (n_items, 3), np.int64)
@@ -102,8 +102,9 @@ def attend_kernel(dim: int, at_once: int, view: type, scaled: bool):
         bias = carray(pointer(a[9]), (entries,), f32)
         key_scale = carray(pointer(a[10]), (entries,), np.uint16)
         value_scale = carray(pointer(a[11]), (entries,), np.uint16)
-        out = carray(pointer(a[13]), (n_items, queries, size), f32)
-        lse = carray(pointer(a[14]), (n_items, queries), f32)
+        softcap = as_float(np.int32(a[13]))
+        out = carray(pointer(a[14]), (n_items, queries, size), f32)
+        lse = carray(pointer(a[15]), (n_items, queries), f32)
         weighted = a[9] != 0
         tile = np.empty((TILE, size), f32)
         logits = np.empty((queries, TILE), f32)
@@ -133,6 +134,8 @@ def attend_kernel(dim: int, at_once: int, view: type, scaled: bool):
                     if scaled:
                         for j in range(n):
                             row[j] *= as_float(np.int32(np.uint32(key_scale[first + j]) << np.uint32(16)))
+                    if caps:
+                        cap(row, n, softcap)
                     if weighted:
                         for j in range(n):
                             row[j] += bias[first + j]
@@ -190,7 +193,9 @@ def merge_kernel(arguments):
                 lse[pair, m] = top
 
 
-def ragged_attention(query: Tensor, encoded: Encoded, scale: float) -> tuple[Tensor, Tensor]:
+def ragged_attention(
+    query: Tensor, encoded: Encoded, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend codes of the formats "dense" and "int8" where they lie; contract as `Kernel.attend`.
 
     Raises InputError for another format, another device than the CPU, fp64, or codes that are not contiguous."""
@@ -210,10 +215,10 @@ def ragged_attention(query: Tensor, encoded: Encoded, scale: float) -> tuple[Ten
     packed = (query.float() * scale).reshape(pairs, queries, dim).contiguous()
     known = dim % LANES == 0 and 64 <= dim <= 256
     at_once = next(n for n in AT_ONCE if queries % n == 0 and n * dim <= IN_REGISTERS) if known else 1
-    kernel = attend_kernel(dim if known else 0, at_once, VIEWS[keys.dtype], scaled)
+    kernel = attend_kernel(dim if known else 0, at_once, VIEWS[keys.dtype], scaled, softcap is not None)
     count = encoded.log_multiplicity
     count = None if count is None else count.float().contiguous()
-    given = (keys, values, count, *factors, dim)
+    given = (keys, values, count, *factors, dim, None if softcap is None else native.bits(softcap))
     out, lse = attended(kernel, packed, encoded.bounds, dim, TILE, len(keys), given)
     shape = (batch, query_heads, length)
     return out.view(*shape, dim), lse.view(shape)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvframe.ops.ragged_attention.logits import cap_logits
 from kvframe.types import Entries
 
 
-def ragged_attention(query: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+def ragged_attention(
+    query: Tensor, entries: Entries, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend in fp32 (fp64 for an fp64 query), one (b, h) after the other; contract as `Kernel.attend`."""
     batch, query_heads, length, dim = query.shape
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -21,7 +24,7 @@ def ragged_attention(query: Tensor, entries: Entries, scale: float) -> tuple[Ten
             continue
         row, first = pair // heads, (pair % heads) * group
         keys, values = entries.keys[begin:end].to(precision), entries.values[begin:end].to(precision)
-        logits = query[row, first : first + group].to(precision) @ keys.T * scale  # [G, Q, n]
+        logits = cap_logits(query[row, first : first + group].to(precision) @ keys.T * scale, softcap)  # [G, Q, n]
         if entries.log_multiplicity is not None:
             logits = logits + entries.log_multiplicity[begin:end].to(precision)
         lse[row, first : first + group] = logits.logsumexp(-1)

@@ -40,6 +40,14 @@ def load_int8(codes, which: tl.constexpr, rows, inside, DIM: tl.constexpr, BLOCK
 
 
 @triton.jit
+def cap(logits, softcap):
+    """Logits within plus and minus a cap, `softcap * tanh(logits / softcap)`; the exponential cannot overflow."""
+    e = tl.exp(-2.0 * tl.abs(logits / softcap))
+    size = softcap * ((1.0 - e) / (1.0 + e))
+    return tl.where(logits < 0, -size, size)
+
+
+@triton.jit
 def attend_kernel(
     query,  # [B*H, M, D], the queries of the G heads that share a KV head
     codes,  # tuple of pointers, for the loader
@@ -48,10 +56,12 @@ def attend_kernel(
     out,  # fp32 [S, B*H, M, D]
     lse,  # fp32 [S, B*H, M]
     scale,
+    softcap,  # fp32, read if CAPS
     n_pairs,
     n_queries,
     split,
     LOAD: tl.constexpr,
+    CAPS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -77,6 +87,8 @@ def attend_kernel(
         keys = LOAD(codes, 0, rows, inside, DIM, BLOCK_D).to(q.dtype)
         # Products in full fp32: tf32 would cost three digits of every logit.
         logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        if CAPS:
+            logits = cap(logits, softcap)
         if WEIGHTED:
             logits += tl.load(log_multiplicity + rows, mask=inside, other=0.0)[None, :]
         logits = tl.where(inside[None, :], logits, float("-inf"))
@@ -136,7 +148,9 @@ LOADERS: dict[str, tuple[Callable, Sequence[str]]] = {
 
 
 @beside_its_tensors
-def ragged_attention(query: Tensor, encoded: Encoded, scale: float) -> tuple[Tensor, Tensor]:
+def ragged_attention(
+    query: Tensor, encoded: Encoded, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend codes where they lie; contract as `Kernel.attend`, with the codes of a format in LOADERS.
 
     Raises InputError for a format without a loader, tensors that are not contiguous, a query in fp64, or a device
@@ -182,10 +196,12 @@ def ragged_attention(query: Tensor, encoded: Encoded, scale: float) -> tuple[Ten
         out,
         lse,
         scale,
+        0.0 if softcap is None else softcap,
         pairs,
         rows,
         SPLIT,
         LOAD=loader,
+        CAPS=softcap is not None,
         WEIGHTED=weighted,
         DIM=dim,
         BLOCK_D=block_d,

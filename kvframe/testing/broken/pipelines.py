@@ -89,9 +89,9 @@ class BlocksDiffer(Kernel):
 
     name: Literal["broken.blocks_differ"] = "broken.blocks_differ"
 
-    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend; the scale depends on the number of queries."""
-        return ragged_attention(query, part.decode(), scale * (1.01 if query.shape[2] > 1 else 1.0))
+        return ragged_attention(query, part.decode(), scale * (1.01 if query.shape[2] > 1 else 1.0), softcap=softcap)
 
 
 class FirstPromptOnly(TopK):

@@ -11,6 +11,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvframe import capping
 from kvframe.builtin.encoders import Dense
 from kvframe.errors import KvframeError
 from kvframe.ops import merge_attention, ragged_attention
@@ -22,6 +23,8 @@ from kvframe.testing.numerics import attention_tolerance
 from kvframe.testing.prompt import Content
 from kvframe.types import Entries, Part
 
+# One that bends usual logits, and one, as models have it, for logits of several hundred.
+SOFTCAPS = (1.5, 50.0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,10 +52,10 @@ def _huge(stage: Any) -> Any:
     return cases_for(stage, dtypes=DTYPES, contents=contents)
 
 
-def attend(stage: Any, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+def attend(stage: Any, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Attend; codes that the kernel refuses with a KvframeError are left out."""
     try:
-        out, lse = device.attend(stage, query, part, scale)
+        out, lse = device.attend(stage, query, part, scale, softcap)
     except KvframeError:
         assume(False)
         raise
@@ -89,6 +92,19 @@ def attention_matches_the_reference(stage: Any, case: Case) -> None:
     wanted = ragged_attention(query.double(), back, scale, impl="reference")
     limits = attention_tolerance(query, back, scale, coded=not part.encoder.views)
     _compare(got, wanted, limits, "what attention in fp64 gives")
+
+
+@law("attention", _any_code, applies=lambda stage: capping.takes(type(stage)))
+def soft_caps_match_the_reference(stage: Any, case: Case) -> None:
+    """With a soft cap, logits of several times the cap included, outputs and log-sum-exps are those of the fp64 softmax
+    of softcap * tanh(q.k * scale / softcap) + log multiplicity over the decoded entries."""
+    part, query = attended_part(case), case.query()
+    back = part.decode()
+    for scale, softcap in ((case.scale, SOFTCAPS[0]), (32 * case.scale, SOFTCAPS[1])):
+        got = attend(stage, query, part, scale, softcap)
+        wanted = ragged_attention(query.double(), back, scale, "reference", softcap)
+        limits = attention_tolerance(query, back, scale, not part.encoder.views, softcap)
+        _compare(got, wanted, limits, f"what attention in fp64 gives with a cap of {softcap:g}")
 
 
 @law("attention", _cases)

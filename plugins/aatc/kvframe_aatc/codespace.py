@@ -79,7 +79,13 @@ def _side(coders: list[Coder]) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    query: Tensor, encoded: Encoded, maps: Space, rope: Rope | None, scale: float, impl: str
+    query: Tensor,
+    encoded: Encoded,
+    maps: Space,
+    rope: Rope | None,
+    scale: float,
+    impl: str,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend codes of keys after RoPE (`rope` None) or before it; contract as `Kernel.attend`."""
     batch, query_heads, length, dim = query.shape
@@ -99,15 +105,17 @@ def attend(
     )
     if rope is None:
         projected = (asked @ maps.keys).view(*pairs, -1)
-        codes, lse = packed_attention(projected[..., :-1], projected[..., -1], keys, values, rows, impl)
+        shift = (asked @ maps.key_center).view(pairs)
+        codes, lse = packed_attention(
+            projected[..., :-1], projected[..., -1], keys, values, rows, impl, softcap=softcap, shift=shift
+        )
     else:
         rebuild = _rebuild(encoded, maps, lengths, rope)
-        codes, lse = packed_attention(asked.view(*pairs, dim), None, keys, values, rows, impl, rebuild)
+        whole = asked.view(*pairs, dim)
+        codes, lse = packed_attention(whole, None, keys, values, rows, impl, rebuild, softcap)
     lse = lse.view(shape)
     out = codes.view(*shape, -1) @ maps.values
     out += maps.value_center * lse.isfinite()[..., None]
-    if rope is None:
-        lse = lse + (asked @ maps.key_center)[..., 0]
     return out.reshape(query.shape), lse.reshape(query.shape[:-1])
 
 

@@ -236,12 +236,18 @@ class Transform(CalibratedEncoder):
         return codec.tiles(encoded, state)
 
     def attend(
-        self, query: Tensor, encoded: Encoded, state: LayerState, scale: float, impl: str
+        self,
+        query: Tensor,
+        encoded: Encoded,
+        state: LayerState,
+        scale: float,
+        impl: str,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """See Encoder.attend: in code space, where keys coded before RoPE are rebuilt on the way (not in Triton)."""
         if state.rope is not None and impl == "triton":
             return None
-        return codespace.attend(query, encoded, state.space, state.rope, scale, impl)
+        return codespace.attend(query, encoded, state.space, state.rope, scale, impl, softcap)
 
     def join(self, first: Encoded, second: Encoded, state: LayerState) -> Encoded | None:
         """See Encoder.join."""

@@ -23,7 +23,8 @@ from kvframe_aatc import Transform
         ("pre", 1, "max", 8, 0.6),
     ],
 )
-def test_code_space_gives_what_rebuilt_entries_give(rope, heads, code, scale_bits, bits):
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_code_space_gives_what_rebuilt_entries_give(rope, heads, code, scale_bits, bits, softcap):
     stage = Transform(
         rope=rope,
         joint_heads=heads,
@@ -41,12 +42,12 @@ def test_code_space_gives_what_rebuilt_entries_give(rope, heads, code, scale_bit
     encoded = stage.encode(entries, state)
     back = stage.decode(encoded, state)
     query = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(1))
-    wanted = ragged_attention(query.double(), back, 0.25, "reference")
+    wanted = ragged_attention(query.double(), back, 0.25, "reference", softcap)
     norms = [float(x.abs().sum()) for group in state.groups for x in (group.keys.synthesis, group.values.synthesis)]
     # Two orders of summing over channels and over heads' dimensions, each in fp32.
     limit = 1e2 * torch.finfo(torch.float32).eps * max(norms) * float(query.norm(dim=-1).max())
     for impl in ("reference", *(["cpu"] if native.available() else [])):
-        for got, expected in zip(stage.attend(query, encoded, state, 0.25, impl), wanted, strict=True):
+        for got, expected in zip(stage.attend(query, encoded, state, 0.25, impl, softcap), wanted, strict=True):
             assert float((got - expected).abs().max()) <= limit, impl
     if rope == "pre":
         assert stage.attend(query, encoded, state, 0.25, "triton") is None

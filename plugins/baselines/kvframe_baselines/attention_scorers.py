@@ -11,15 +11,18 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from kvframe.stages import Scorer
-from kvframe.types import LayerObservation, Needs, Observation, Segments
+from kvframe.types import Needs, Observation, Segments
 from kvframe_baselines.columns import attention_sums, last_tokens, observed_queries
 
 
-def window_attention(observation: Observation, layer: LayerObservation, window: int, owner: str) -> Tensor:
-    """Return fp32 `[B, Hq, T]`: the mean attention of the last `window` valid tokens of each row, or all it has."""
+def window_attention(observation: Observation, index: int, window: int, owner: str) -> Tensor:
+    """Return fp32 `[B, Hq, T]`: the mean attention, in layer `index`, of the last `window` valid tokens of each row, or
+    of all it has."""
+    model, layer = observation.model, observation.layers[index]
     queries = observed_queries(layer, owner)
     columns = last_tokens(observation.valid, window, queries.shape[2])
-    sums = attention_sums(layer, queries, columns, observation.valid, observation.model.scale)
+    terms = model.scale, model.softcap, model.sinks(index)
+    sums = attention_sums(layer, queries, columns, observation.valid, *terms)
     return sums / (columns >= 0).sum(1).clamp_min(1)[:, None, None]
 
 
@@ -69,12 +72,14 @@ class H2O(Scorer):
         _, _, heads, tokens = observation.shape
         valid = observation.valid
         scores = []
-        for layer in observation.layers:
+        model = observation.model
+        for index, layer in enumerate(observation.layers):
             queries = observed_queries(layer, self.name)
             observed = queries.shape[2]
             columns = torch.arange(tokens - observed, tokens, device=valid.device)
             columns = torch.where(valid[:, tokens - observed :], columns, -1)  # [B, Tq]
-            sums = attention_sums(layer, queries, columns, valid, observation.model.scale)
+            terms = model.scale, model.softcap, model.sinks(index)
+            sums = attention_sums(layer, queries, columns, valid, *terms)
             if self.normalise == "mean":
                 counted = F.pad((columns >= 0).long(), (tokens - observed, 0))
                 seen_by = counted.flip(1).cumsum(1).flip(1)  # [B, T] queries at or after each key
@@ -120,7 +125,7 @@ class SnapKV(Scorer):
 
     def score(self, observation: Observation, segments: Segments) -> Tensor:
         """Return the pooled attention of the window, fp32 `[L, B, H, T]`, between 0 and 1."""
-        layers = [window_attention(observation, layer, self.window, self.name) for layer in observation.layers]
+        layers = [window_attention(observation, i, self.window, self.name) for i in range(observation.model.layers)]
         attention = torch.where(observation.body[:, None], torch.stack(layers), 0)  # [L, B, Hq, T]
         pooled = pool_tokens(attention, observation.valid, self.pool, self.pool_width)
         return group_mean(pooled, observation.model.kv_heads)
@@ -145,5 +150,5 @@ class TOVA(Scorer):
 
     def score(self, observation: Observation, segments: Segments) -> Tensor:
         """Return the attention of the last token, fp32 `[L, B, H, T]`, between 0 and 1."""
-        layers = [window_attention(observation, layer, 1, self.name) for layer in observation.layers]
+        layers = [window_attention(observation, i, 1, self.name) for i in range(observation.model.layers)]
         return torch.stack(layers).mean(2, keepdim=True).expand(observation.shape)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvframe.errors import StageError
+from kvframe.ops import attention_weights, cap_logits
 from kvframe.types import LayerObservation
 
 # Logits formed at a time. On a CPU a block should stay in the cache; elsewhere 64 MiB of fp32 keep the device busy.
@@ -32,18 +33,28 @@ def last_tokens(valid: Tensor, count: int, observed: int) -> Tensor:
     return candidates.topk(min(count, observed), dim=1).values.flip(1)
 
 
-def attention_sums(layer: LayerObservation, queries: Tensor, columns: Tensor, valid: Tensor, scale: float) -> Tensor:
+def attention_sums(
+    layer: LayerObservation,
+    queries: Tensor,
+    columns: Tensor,
+    valid: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return fp32 `[B, Hq, T]`: for each key the attention that it gets, summed over the chosen queries.
 
         sums[t] = sum over q of softmax over visible s of (scale * q.k_s) at s = t
 
     `queries [B, Hq, Tq, D]` are those of the last `Tq` tokens; `columns` int64 `[B, Q]` says which tokens' queries
-    count (-1 = none); a query sees the valid keys (bool `[B, T]`) up to its own column."""
+    count (-1 = none); a query sees the valid keys (bool `[B, T]`) up to its own column. `softcap` caps the logits; the
+    `sinks` `[Hq]` of the query heads take their share of the attention (None: there are none)."""
     batch, heads, tokens, dim = layer.keys.shape
     query_heads, observed = queries.shape[1], queries.shape[2]
     group = query_heads // heads
     keys = layer.keys.float().transpose(-1, -2)  # [B, H, D, T]
     places = torch.arange(tokens, device=valid.device)
+    shares = None if sinks is None else sinks.view(heads, group, 1)
     sums = torch.zeros(batch, heads, group, tokens, device=valid.device)
     last = columns.amax(0).tolist()  # the last key that each block needs, in one transfer
     block_elements = CPU_BLOCK if valid.device.type == "cpu" else DEVICE_BLOCK
@@ -56,11 +67,11 @@ def attention_sums(layer: LayerObservation, queries: Tensor, columns: Tensor, va
         source = (at - (tokens - observed)).clamp_min(0)[:, None, :, None].expand(-1, query_heads, -1, dim)
         block = queries.gather(2, source).float().mul_(scale)  # [B, Hq, q, D]
         packed = block.reshape(batch, heads, group * at.shape[1], dim)
-        logits = (packed @ keys[..., :seen]).view(batch, heads, group, at.shape[1], seen)
+        logits = cap_logits(packed @ keys[..., :seen], softcap).view(batch, heads, group, at.shape[1], seen)
         hidden = ~valid[:, None, :seen] | (places[:seen] > at[..., None])  # [B, q, seen]
         # A finite bias: a padded query, which sees nothing, must not give NaN before it is weighted by 0.
         bias = torch.zeros(hidden.shape, device=valid.device).masked_fill_(hidden, torch.finfo(torch.float32).min)
-        attention = logits.add_(bias[:, None, None]).softmax(-1)
+        attention = attention_weights(logits.add_(bias[:, None, None]), shares)
         chosen = (at >= 0).float()[:, None, None, None]  # [B, 1, 1, 1, q]
         sums[..., :seen] += (chosen @ attention)[..., 0, :]
     return sums.view(batch, query_heads, tokens)

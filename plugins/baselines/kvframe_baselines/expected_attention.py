@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from kvframe.ops import attention_weights, cap_logits
 from kvframe.rope import Rope
 from kvframe.stages import Scorer
 from kvframe.types import LayerObservation, Needs, Observation, Segments
@@ -40,8 +41,9 @@ class ExpectedAttention(Scorer):
         score[t] = (mean over the group of softmax over valid keys of z, at t, + eps) * ||v_t||_2
 
     mu and Sigma (divided by the number of queries) are taken per query head over the row's queries but the first
-    `skip`; a row with no more than those uses them all. `scale` is the model's factor on q.k, 1 / sqrt(D) in the paper.
-    Direction: much attention expected = keep. Source: Devoto et al. 2025."""
+    `skip`; a row with no more than those uses them all. `scale` is the model's factor on q.k, 1 / sqrt(D) in the paper,
+    which knows no caps and sinks: a model's cap is put on z, which leaves the order of a head's keys as it was, and a
+    sink is one more term of the softmax. Direction: much attention expected = keep. Source: Devoto et al. 2025."""
 
     paper: ClassVar[str] = "Devoto et al., 2025, arXiv 2510.00636"
 
@@ -83,9 +85,11 @@ class ExpectedAttention(Scorer):
         shape = (model.kv_heads, model.group)
         linear = (turned @ mean.unflatten(1, shape)[..., None])[..., 0]  # [B, H, G, T]
         square = ((turned @ covariance.unflatten(1, shape)) * turned).sum(-1)
-        logits = model.scale * linear + model.scale**2 / 2 * square
+        logits = cap_logits(model.scale * linear + model.scale**2 / 2 * square, model.softcap)
+        sinks = model.sinks(index)
         hidden = ~valid[:, None, None]
-        attention = logits.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
+        shares = None if sinks is None else sinks.view(shape)
+        attention = attention_weights(logits.masked_fill(hidden, -torch.inf), shares).masked_fill(hidden, 0)
         return (attention.mean(2) + self.eps) * layer.values.float().norm(dim=-1)
 
     def _statistics(self, observation: Observation, layer: LayerObservation, rope: Rope) -> tuple[Tensor, Tensor]:

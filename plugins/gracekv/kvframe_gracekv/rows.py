@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvframe.errors import StageError
+from kvframe.ops import attention_weights, cap_logits
 from kvframe.types import Observation
 
 
@@ -88,11 +89,14 @@ def queries_at(observation: Observation, layer: int, row: Row, columns: Tensor, 
 
 
 def attention_at(observation: Observation, layer: int, row: Row, columns: Tensor, owner: str) -> Tensor:
-    """Return fp32 `[Hq, P, n]`: the causal softmax of the observed queries at `columns` over the row's valid tokens."""
+    """Return fp32 `[Hq, P, n]`: the causal attention of the observed queries at `columns` to the row's valid tokens, as
+    the model has it: of capped logits, and in sum less than 1 where there are sinks."""
     model = observation.model
     queries, columns = queries_at(observation, layer, row, columns, owner)
     keys = pick(observation.layers[layer].keys[row.index], row.valid, 1).float()  # [H, n, D]
     packed = queries.reshape(model.kv_heads, -1, model.head_dim) * model.scale  # [H, G*P, D]
-    logits = (packed @ keys.mT).view(model.query_heads, len(columns), len(row.valid))
+    logits = cap_logits(packed @ keys.mT, model.softcap).view(model.query_heads, len(columns), len(row.valid))
+    sinks = model.sinks(layer)
     hidden = row.valid[None] > columns[:, None]
-    return logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    return attention_weights(logits, None if sinks is None else sinks[:, None])

@@ -47,7 +47,8 @@ def layer_tables(
 ) -> Iterator[tuple[int, IntervalTables]]:
     """Yield `(layer, tables)` over the body's tokens, the units being the layer's KV heads. `scores [L, H, N]`.
 
-    Each probe stands for one query head of a KV head's group, taken in turn."""
+    Each probe stands for one query head of a KV head's group, taken in turn. Its attention is that within the body, to
+    which a sink means nothing; a model's cap on logits is left out, so that there large logits count for too much."""
     model, tokens = observation.model, max(1, len(row.body))
     at_once = max(1, _GROUP // (model.kv_heads * probes * tokens))
     for layers in alike(model.rope, model.layers, at_once):
