@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Counts up when what stands in the file changes.
 FORMAT = 1
 HEADER = "kvframe cache"
-BOOKS = ("compressions", "seconds", "tokens", "begun", "context", "allowed", "kept", "notes")
+BOOKS = ("compressions", "seconds", "tokens", "begun", "context", "allowed", "kept", "owed", "notes", "remarks")
 # What transformers' own layers of full or sliding attention hold beside keys and values.
 OTHER = ("cumulative_length", "is_initialized")
 
@@ -64,7 +64,8 @@ def save(cache: CompressedCache, path: str | Path, tokenizer: PreTrainedTokenize
         "suffix": _plain_lengths(cache.suffix_length),
         "pending": cache.pending,
         # What an artefact gives is not written again; its hash says whether it is still the same.
-        "learned": digest(list(held_tensors(states))) if learned else "",
+        "learned": digest(list(held_tensors(list(cache.bound)))) if learned else "",
+        "fitted": cache.states is not None,
         "states": None if learned or not states else flatten(states, tensors, "state."),
     }
     tensors = _apart(tensors)
@@ -178,7 +179,7 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
                 "The saved cache was coded with another calibration than this one; load it where that calibration is, "
                 "or make it anew."
             )
-        cache.states = spread(cache.bound, own)
+        cache.states = spread(cache.bound, own) if header.get("fitted", True) else None
     elif header["states"] is not None:
         # Mapped tensors lie at odd addresses, where matrix products round differently.
         cache.states = spread(map_tensors(read(header["states"]), torch.clone), own)
