@@ -181,8 +181,9 @@ class CompressedCache(Cache):
     ) -> Tensor:
         """Read a prompt `input_ids [B, T]` chunk by chunk, compressing between the chunks, so that what is held at most
         is the compressed cache and one chunk. Later chunks attend what is kept of the earlier ones, so the result
-        differs from that of the prompt read whole. The last chunk waits, and is compressed before the answer's first
-        token. `attention_mask [B, T]` marks padding. Returns the logits `[B, V]` of the last column.
+        differs from that of the prompt read whole. The last chunk waits for the question, and is compressed before the
+        answer's first token, or by `compress()`. `attention_mask [B, T]` marks padding. Returns the logits `[B, V]` of
+        the last column.
 
         Raises InputError for an allocator or a budget that must see the whole prompt, or a chunk below 1."""
         from kvframe.hf.chunks import read_in_chunks
@@ -339,7 +340,8 @@ class CompressedCache(Cache):
     def save(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write all that the cache holds to a file, whole or not at all; `kvframe.load_cache` reads it. With the
         `tokenizer`, loading checks that too. What an encoder took from a calibration is not written, only its hash.
-        Raises InputError for a cache that has seen nothing, or a file that cannot be written."""
+        A prompt that waits is written as it is, which the log says; `compress()` before makes the file small. Raises
+        InputError for a cache that has seen nothing, or a file that cannot be written."""
         from kvframe.hf.saved import save
 
         save(self, path, tokenizer)

@@ -14,6 +14,7 @@ from kvframe.types import storage_bytes
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
 
+TOO_SHORT, NOTHING_DONE = "too short for the budget", "nothing was compressed"
 NAMED = 3  # rows whose lengths are given
 # What an encoder learned is worth a word above this share of the budget; declared bits are off by about as much.
 NEGLIGIBLE = 0.01
@@ -32,9 +33,7 @@ def on_compression(cache: CompressedCache, regions: Regions, prompt: bool, items
     short = new & (regions.context > 0) & too_short(budget, regions, info, itemsize)
     if bool(short.any()):
         rows, kept = _rows(short, regions.context), int(regions.charged[short].max())
-        ledger.remark(
-            "short", f"{rows} too short for the budget: only what is protected is kept, {kept} tokens at most"
-        )
+        ledger.remark("short", f"{rows} {TOO_SHORT}: only what is protected is kept, {kept} tokens at most")
     bits, block = cache.pipeline.entry_bits(info, itemsize), cache.pipeline.paid_block if prompt and fresh else 1
     rich = new & buys_more(budget, regions, info, itemsize, bits, block)
     if bool(rich.any()):
@@ -57,7 +56,7 @@ def on_nothing(cache: CompressedCache, regions: Regions, itemsize: int) -> None:
     seen = ", ".join(str(int(n)) for n in (regions.sinks | regions.tail).sum(1))
     cache.ledger.remark(
         "short",
-        f"nothing was compressed: the prompt ({seen} tokens) is not longer than what is protected",
+        f"{NOTHING_DONE}: the prompt ({seen} tokens) is not longer than what is protected",
         loud=bool(too_short(cache.pipeline.spec.budget, regions, cache.info, itemsize).any()),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -21,6 +22,8 @@ from kvframe.artefact import rope_fingerprint, write_whole
 from kvframe.errors import InputError, KvframeError
 from kvframe.hf.info import layer_devices
 from kvframe.hf.layer import CompressedLayer
+from kvframe.hf.protected import uncompressed
+from kvframe.hf.remarks import on_waiting
 from kvframe.pipeline import Pipeline
 from kvframe.placement import on, spread
 from kvframe.plain import flatten, held_tensors, map_tensors, unflatten
@@ -29,6 +32,8 @@ from kvframe.types import Encoded, Part
 
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
+
+log = logging.getLogger("kvframe")
 
 # Counts up when what stands in the file changes.
 FORMAT = 1
@@ -43,6 +48,8 @@ def save(cache: CompressedCache, path: str | Path, tokenizer: PreTrainedTokenize
     path = _checked(path, tokenizer)
     if cache.valid is None or cache.positions is None:
         raise InputError("There is nothing to save: the cache has not seen a prompt yet.")
+    for note in on_waiting(uncompressed(cache)[1]):
+        log.warning("Saved as it is: %s.", note)
     tensors: dict[str, Tensor] = {}
     layers = [
         _layer(layer, tensors) if isinstance(layer, CompressedLayer) else _other(layer, tensors)

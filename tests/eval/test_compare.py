@@ -221,3 +221,16 @@ def test_prompts_longer_than_the_model_reads(model, tokenizer, prose, tmp_path):
             make_contenders(["identity"]),
             Settings("tiny", ("continuation",), 1000, 1),
         )
+
+
+def test_prompts_too_short_for_a_ratio_are_measured_and_named(model, tokenizer, prose, tmp_path, top_k_file):
+    """What is kept of them is in the table; a strict budget fails as before."""
+    contenders = make_contenders(["identity", str(top_k_file)], [64.0])
+    done = run(model, tokenizer, prose, tmp_path, contenders)
+    assert not done.failures
+    line = "chunky 64x: 5 of 5 prompts were too short for the budget, so more is kept of them than was asked for."
+    assert f"- {line}" in markdown(done).splitlines()
+    assert all(1 < record["entry_ratio"] < 64 for record in done.of(contenders[1].fingerprint))
+    strict = make_contenders([str(top_k_file)], [64.0], {"budget.strict": True})
+    failed = run(model, tokenizer, prose, tmp_path, strict)
+    assert "protected tokens" in failed.failures[strict[0].fingerprint]
