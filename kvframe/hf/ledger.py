@@ -54,6 +54,7 @@ class Ledger:
         self.owed = self.kept  # int64 [B], entries that protected tokens cost beyond the budget so far
         self.notes: list[str] = []
         self.remarks: dict[str, str] = {}  # the notes that give way to newer ones, by what they are about
+        self.aloud = True  # whether remarks go to the log, too: not where the report is shown anyway
 
     def see(self, new: Tensor) -> None:
         """Count new columns `bool [B, Q]`."""
@@ -75,7 +76,7 @@ class Ledger:
         the first time in the log, too."""
         if before := self.remarks.get(about):
             self.notes.remove(before)
-        elif text and loud and about not in self.remarks:
+        elif text and loud and self.aloud and about not in self.remarks:
             log.warning("%s%s.", text[0].upper(), text[1:])
         if text:
             self.note(text)
