@@ -245,7 +245,7 @@ def test_compare_measures_prints_and_goes_on(model_folder, spec, text, tmp_path)
 
 def test_a_failed_spec_is_reported_with_status_2(model_folder, spec, text, tmp_path):
     greedy = tmp_path / "greedy.yaml"
-    greedy.write_text(DROPPING.replace("recent: 16", "recent: 500"))
+    greedy.write_text(DROPPING.replace("recent: 16", "recent: 500").replace("ratio: 2", "ratio: 2, strict: true"))
     command = ["compare", "--model", model_folder, "--specs", f"{greedy},{spec}", "--ratios", "3", "--text", text]
     result = invoke(*command, "--tokens", "600", "--limit", "1", "--tasks", "continuation", "--out", tmp_path / "out")
     assert result.exit_code == 2
