@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvframe.errors import InputError
-from kvframe.rope import Rope
+from kvframe.rope import LayerRopes, Rope
 from kvframe.types import ModelInfo
 
 # Counts up when what stands in the file changes.
@@ -131,7 +131,10 @@ def load_artefact(path: Path, remedy: str) -> Artefact:
     return Artefact(**named, tokens=int(metadata.get("tokens", 0)), tensors=tensors)
 
 
-def rope_fingerprint(rope: Rope) -> str:
-    """12 hexadecimal digits of a rotation's frequencies and scaling."""
-    data = rope.inv_freq.detach().float().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data + str(rope.scaling).encode()).hexdigest()[:12]
+def rope_fingerprint(rope: Rope | LayerRopes) -> str:
+    """12 hexadecimal digits of a rotation's frequencies and scaling; of each layer's, if they are not alike."""
+    digest = hashlib.sha256()
+    for each in rope.layers if isinstance(rope, LayerRopes) else (rope,):
+        digest.update(each.inv_freq.detach().float().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(str(each.scaling).encode())
+    return digest.hexdigest()[:12]

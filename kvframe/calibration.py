@@ -135,7 +135,7 @@ def _asked_for(observation: Observation, needs: Needs) -> Observation:
 def _remembered(encoder: CalibratedEncoder, model: ModelInfo, path: Path) -> Sequence[Any]:
     """The states of an artefact. The last few are kept: every cache of a pipeline binds its stages anew."""
     written = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
-    places = model.devices or model.rope.inv_freq.device
+    places = model.devices or model.rope[0].inv_freq.device
     key = (encoder, path, written, model.fingerprint, rope_fingerprint(model.rope), places)
     if key not in _MEMORY:
         artefact = load_artefact(path, encoder.remedy)

@@ -178,12 +178,12 @@ class Pipeline:
         returned. Entries of several grades are paid for in blocks of `block`; None = `paid_block`. Raises StageError,
         naming the stage, if one fails, returns what its contract forbids or writes into what it was given."""
         plan, states = self._decide(gathered(observation), budget, states, bound, block)
-        rope = observation.model.rope
         devices = [layer.keys.device for layer in observation.layers]
         states = None if states is None else spread(states, devices)
         layers = []
         for index, (layer, device) in enumerate(zip(observation.layers, devices, strict=True)):
             parts: tuple[Part, ...] = ()
+            rope = observation.model.rope[index]
             positions = on(observation.positions, device)
             if sinks is not None and bool(sinks.any()):
                 kept = LayerPlan.keep(on(sinks, device)[:, None].expand(observation.shape[1:]))

@@ -62,9 +62,9 @@ def regroup_parts(
         row = int((left - budget).argmax())
         raise StageError(f"{owner} left {int(left[row])} entries of row {row}, but the budget is {int(budget[row])}.")
     out = []
-    for layer, body, entries, answer in zip(parts, bodies, layers, answers, strict=True):
+    for index, (layer, body, entries, answer) in enumerate(zip(parts, bodies, layers, answers, strict=True)):
         check_regrouping(answer, entries, owner)
-        joined = regroup_entries(entries, answer, model.rope)
+        joined = regroup_entries(entries, answer, model.rope[index])
         kept: Parts = tuple(part for part in layer if not is_body(part))
         if body:
             encoder, state = body[0].encoder, body[0].state

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from kvframe.errors import StageError
+
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """The rotation of one model, in the half-split convention (channel `i` is paired with `i + R/2`).
+    """The rotation of one layer, in the half-split convention (channel `i` is paired with `i + R/2`).
 
     Attributes:
         inv_freq: fp32 `[R/2]`, radians per position, with the model's own scaling (llama3, yarn, …) applied. Channels
-            beyond `R` are left as they are.
+            beyond `R` are left as they are; with `R` 0 nothing is rotated.
         scaling: factor that the model applies together with the rotation (yarn's attention factor; else 1).
     """
 
     inv_freq: Tensor
     scaling: float = 1.0
+
+    # What has __getitem__ but no end would be iterated over for ever.
+    __iter__ = None
+
+    def __getitem__(self, layer: int) -> Rope:
+        """The rotation of compressed layer `layer`, 0 to L-1: this one, which serves all of them."""
+        return self
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate `x [..., T, D]` to integer `positions` that broadcast to `[..., T]`. Computed in fp32 (fp64 for fp64
@@ -46,3 +57,48 @@ class Rope:
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         turned = [first * cos - second * sin, second * cos + first * sin]
         return torch.cat([*turned, rest.expand(*turned[0].shape[:-1], -1)], dim=-1)
+
+    def equals(self, other: Rope) -> bool:
+        """Whether both rotate alike."""
+        return self.scaling == other.scaling and torch.equal(self.inv_freq, other.inv_freq)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRopes:
+    """The rotations of a model whose layers rotate differently, or not at all: one Rope for each of the `L` compressed
+    layers. There is no rotation of the model as a whole: asking for one raises StageError."""
+
+    layers: tuple[Rope, ...]
+
+    def __getitem__(self, layer: int) -> Rope:
+        """The rotation of compressed layer `layer`, 0 to L-1."""
+        return self.layers[layer]
+
+    def rotate(self, x: Tensor, positions: Tensor) -> NoReturn:
+        """Raises StageError: a layer must be named."""
+        self._refuse()
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> NoReturn:
+        """Raises StageError: a layer must be named."""
+        self._refuse()
+
+    @property
+    def inv_freq(self) -> NoReturn:
+        """Raises StageError: a layer must be named."""
+        self._refuse()
+
+    @property
+    def scaling(self) -> NoReturn:
+        """Raises StageError: a layer must be named."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise StageError(
+            "The layers of this model rotate their keys differently, so the model has no rotation as a whole; use that "
+            "of the layer, model.rope[layer]."
+        )
+
+
+def of_layers(ropes: Sequence[Rope]) -> Rope | LayerRopes:
+    """The rotation of a model whose compressed layers have these: one Rope if all are alike."""
+    return ropes[0] if all(rope.equals(ropes[0]) for rope in ropes[1:]) else LayerRopes(tuple(ropes))

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvframe.errors import StageError
 
 if TYPE_CHECKING:
-    from kvframe.rope import Rope
+    from kvframe.rope import LayerRopes, Rope
     from kvframe.stages import Encoder
 
 Amount = int | Literal["all"]
@@ -76,12 +76,15 @@ class ModelInfo:
         layers: `L`, the number of compressed layers; `layer_ids` are their indices in the model.
         query_heads, kv_heads, head_dim: `Hq`, `H`, `D`.
         scale: factor on q.k before the softmax.
-        rope: rotation of this model's keys and queries.
+        rope: rotation of this model's keys and queries; `rope[layer]` is that of a layer in 0..L-1, whether or not all
+            rotate alike.
         output_weight: layer in 0..L-1 -> the output projection as [Hq, D, hidden].
         projection_bias: layer in 0..L-1 -> the biases `[H * D]` that keys (before RoPE) and values contain; None for
             one that does not exist, or is not plainly added.
         devices: where each of the compressed layers runs; () = all of them on one device. What the stages are given,
             and what `rope` and the weights are on, is the first one's.
+        channel_order: int64 `[D]`, the model's channels in the order in which stages see those of keys and queries;
+            None = its own. Of a model that rotates neighbouring channels together they see the half-split order.
         identify: gives `fingerprint`, which costs a look at the weights.
         read: lets the model read a text of kvframe's own, with what a stage needs observed; None where there is none.
     """
@@ -91,12 +94,13 @@ class ModelInfo:
     kv_heads: int
     head_dim: int
     scale: float
-    rope: Rope
+    rope: Rope | LayerRopes
     output_weight: Callable[[int], Tensor]
     layer_ids: tuple[int, ...]
     name: str = "model"
     projection_bias: Callable[[int], tuple[Tensor | None, Tensor | None]] = no_bias
     devices: tuple[torch.device, ...] = ()
+    channel_order: Tensor | None = None
     identify: Callable[[], str] = str
     read: Callable[[Needs], Reading] | None = None
 

@@ -68,6 +68,9 @@ def kvframe_attention(
     first compression), `attention_mask` the mask whose last R columns belong to them. Returns `([B, Q, Hq, D],
     None)`."""
     layer: CompressedLayer | None = kwargs.pop(LAYER, None)
+    if (listen := getattr(layer, "listen", None)) is not None:  # one that only looks on; see `kvframe.hf.probe`
+        listen(module, query, scaling, kwargs)
+        layer = None
     if layer is None:
         return _base(module, base)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for name in UNSUPPORTED:
@@ -84,7 +87,8 @@ def kvframe_attention(
         exact = dense_attention(query, key, value, scale, bias)
         # A `try` costs a step nothing, where a context manager would.
         try:
-            compressed = [part_kernel.attend(query, part, scale) for part_kernel, part in layer.kernels()]
+            asked = layer.ordered(query)
+            compressed = [part_kernel.attend(asked, part, scale) for part_kernel, part in layer.kernels()]
             merged = merge_attention([*compressed, exact])[0]
         except PASSED_ON:
             raise

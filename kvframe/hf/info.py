@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from typing import Any, TypeVar
 
 import torch
@@ -13,13 +11,16 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvframe.arguments import expect
 from kvframe.errors import ModelError
+from kvframe.hf import rotation
+from kvframe.hf.fingerprint import fingerprint
+from kvframe.hf.probe import Probe, Seen, probe, unwrapped
+from kvframe.hf.projections import check_linear, linear_bias, linear_weight, output_projection
 from kvframe.hf.reading import own_reading
 from kvframe.placement import on
-from kvframe.rope import Rope
+from kvframe.rope import Rope, of_layers
 from kvframe.types import ModelInfo
 
 T = TypeVar("T")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def compressible_layers(model: PreTrainedModel) -> tuple[int, ...]:
@@ -42,43 +43,67 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if _is_attention(module)]
 
 
+def _is_attention(module: nn.Module) -> bool:
+    sized = any(hasattr(module, name) for name in ("head_dim", "head_size"))
+    return hasattr(module, "layer_idx") and sized and output_projection(module) is not None
+
+
 def model_info(model: PreTrainedModel) -> ModelInfo:
-    """Geometry, RoPE and output weights of the compressible layers.
+    """Geometry, RoPE and output weights of the compressible layers. A model with weights reads one token twice for it,
+    the first time; see `kvframe.hf.probe`.
 
     Raises ModelError, saying which part of the contract does not hold, and InputError for what is no model."""
     # Wrappers such as those of PEFT pass on what they are asked for.
     expect("model", model, nn.Module, "a transformers model, as load_model returns with its tokenizer")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise _unknown(model, "it does not take its attention function from transformers' AttentionInterface")
     layer_ids = compressible_layers(model)
-    known: list[Any] = attention_modules(model)
-    attention = {module.layer_idx: module for module in known}
-    missing = [i for i in layer_ids if i not in attention]
-    if missing:
-        raise _unknown(model, f"layer {missing[0]} has no attention module with o_proj, head_dim and scaling")
-    modules = [attention[i] for i in layer_ids]
+    # accelerate may keep all weights elsewhere between calls; a model without any cannot be tried.
+    real = any(_device(module).type != "meta" for module in attention_modules(model))
+    seen = probe(model) if real else None
+    modules = _modules(model, layer_ids, seen)
+    projections = [_projection(model, module, layer) for module, layer in zip(modules, layer_ids, strict=True)]
+    shapes = {
+        _declared(model, module) if seen is None else _shape(model, seen, layer)
+        for module, layer in zip(modules, layer_ids, strict=True)
+    }
+    if len(shapes) != 1:
+        raise _unknown(model, "its full-attention layers differ in head size, head count or scale")
+    query_heads, kv_heads, head_dim, scale = shapes.pop()
+    if seen is not None:
+        embeddings: Any = model.get_input_embeddings()
+        hidden = int(embeddings.weight.shape[-1])
+        for layer, projection in zip(layer_ids, projections, strict=True):
+            owner = f"layer {layer} of {type(model).__name__}"
+            check_linear(projection, query_heads * head_dim, hidden, seen.near[layer].keys, owner)
     devices = tuple(map(_device, modules))
     home = next((device for device in devices if device.type != "meta"), None)
 
     def at_home(value: T) -> T:
         return value if home is None else on(value, home)
 
-    config = model.config.get_text_config(decoder=True)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    geometry = {(m.head_dim, m.o_proj.in_features // m.head_dim, float(m.scaling)) for m in modules}
-    if len(geometry) != 1:
-        raise _unknown(model, "its full-attention layers differ in head size, head count or scale")
-    head_dim, query_heads, scale = geometry.pop()
+    def like(layer: int) -> Tensor:
+        return torch.empty(0) if seen is None else seen.near[layer_ids[layer]].keys
 
     def output_weight(layer: int) -> Tensor:
-        weight = at_home(_held(modules[layer].o_proj, "weight"))  # [hidden, Hq * D]
-        return weight.T.reshape(query_heads, head_dim, -1)
+        weight = at_home(linear_weight(projections[layer], query_heads * head_dim, like(layer)))  # [Hq * D, hidden]
+        return weight.reshape(query_heads, head_dim, -1)
+
+    rotations = _rotations(model, layer_ids, seen)
+    ropes = of_layers([one.rope for one in rotations])
+    order = next((one.order(head_dim) for one in rotations if one.interleaved), None)
+
+    plain = [] if seen is None else [_plainly_added(seen.near[i], ropes[at], order) for at, i in enumerate(layer_ids)]
 
     def projection_bias(layer: int) -> tuple[Tensor | None, Tensor | None]:
-        return at_home(_biases(modules[layer]))
+        if seen is None:
+            return None, None
+        one, added = seen.near[layer_ids[layer]], plain[layer]
+        key, value = (_bias(modules[layer], name, one) if added[name] else None for name in ("k_proj", "v_proj"))
+        return at_home((_ordered(key, order), value))
+
+    name = type(unwrapped(model)).__name__
 
     def identify() -> str:
-        return _fingerprint(modules, (len(layer_ids), query_heads, kv_heads, head_dim, scale, type(model).__name__))
+        return fingerprint(model, (len(layer_ids), query_heads, kv_heads, head_dim, scale, name))
 
     return ModelInfo(
         layers=len(layer_ids),
@@ -86,26 +111,154 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=scale,
-        rope=at_home(_rope(model, modules[0])),
+        rope=at_home(ropes),
         output_weight=output_weight,
         layer_ids=layer_ids,
-        name=type(model).__name__,
+        name=name,
         projection_bias=projection_bias,
+        channel_order=order,
         devices=devices if all(device.type != "meta" for device in devices) else (),
         identify=identify,
         read=own_reading(model),
     )
 
 
-def _biases(attention: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The biases of the key and value projections, where nothing comes between projection and cache but RoPE."""
+def _modules(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe | None) -> list[Any]:
+    """The attention module of each layer. Raises ModelError if there is none, or its attention is shared or hidden."""
+    if seen is None:
+        known: dict[int, Any] = {module.layer_idx: module for module in map(_any, attention_modules(model))}
+        missing = [layer for layer in layer_ids if layer not in known]
+    else:
+        known = {layer: one.module for layer, one in seen.near.items()}
+        missing = [layer for layer in layer_ids if layer not in seen.near]
+    if missing:
+        raise _unknown(model, f"layer {missing[0]} has no attention module that puts keys and values into a cache")
+    if seen is not None:
+        kept = DynamicCache(config=model.config).layers
+        sharing = [i for i in seen.sharing if i >= len(kept) or type(kept[i]).__name__ == "DummyLayer"]
+        if sharing:
+            raise _unknown(
+                model, f"layer {sharing[0]} keeps no keys and values of its own, but attends those of an earlier layer"
+            )
+        for layer in layer_ids:
+            _check_told(model, seen.near[layer], layer)
+    return [known[layer] for layer in layer_ids]
 
-    def bias(projection: str, norm: str) -> Tensor | None:
-        linear = getattr(attention, projection, None)
-        plain = isinstance(linear, nn.Linear) and getattr(attention, norm, None) is None
-        return _held(linear, "bias") if plain and linear is not None and linear.bias is not None else None
 
-    return bias("k_proj", "k_norm"), bias("v_proj", "v_norm")
+def _check_told(model: PreTrainedModel, one: Seen, layer: int) -> None:
+    """Raise ModelError unless a layer's attention can be reached, and the position of each token is known in it."""
+    if one.told is None:
+        raise _unknown(model, f"layer {layer} does not pass its attention arguments to cache.update")
+    if one.module is None:
+        raise _unknown(model, "it does not take its attention function from transformers' AttentionInterface")
+    positions = one.told.get("position_ids")
+    if positions is None:
+        raise _unknown(model, "it passes no position_ids to its attention, so the positions of its keys are not known")
+    if positions.ndim != 2:
+        raise _unknown(
+            model,
+            f"its position_ids have {positions.ndim} dimensions, where kvframe knows one position a token, [B, T]",
+        )
+
+
+def _any(module: nn.Module) -> Any:
+    return module
+
+
+def _projection(model: PreTrainedModel, attention: Any, layer: int) -> nn.Module:
+    found = output_projection(attention)
+    if found is None:
+        kind = type(attention).__name__
+        raise _unknown(model, f"the attention of layer {layer}, a {kind}, has no output projection of a known name")
+    return found
+
+
+def _declared(model: PreTrainedModel, module: Any) -> tuple[int, int, int, float]:
+    """Query heads, KV heads, head size and scale as configuration and module say: of a model without weights."""
+    config = model.config.get_text_config(decoder=True)
+    dim = getattr(module, "head_dim", None) or module.head_size
+    projection: Any = output_projection(module)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = projection.in_features // dim if isinstance(projection, nn.Linear) else config.num_attention_heads
+    return heads, kv_heads, dim, float(getattr(module, "scaling", dim**-0.5))
+
+
+def _shape(model: PreTrainedModel, seen: Probe, layer: int) -> tuple[int, int, int, float]:
+    """The same as it was seen. Raises ModelError unless each token has one key and one value of one size."""
+    one = seen.near[layer]
+    keys, values, queries = tuple(one.keys.shape), tuple(one.values.shape), one.queries
+    if one.calls > 1:
+        raise _unknown(model, f"layer {layer} calls its attention function {one.calls} times for one token")
+    if values != keys:
+        raise _unknown(
+            model,
+            f"in layer {layer} a token has {keys[1]} keys of {keys[3]} channels, but {values[1]} values of {values[3]}",
+        )
+    if queries[3] != keys[3] or queries[1] % keys[1]:
+        raise _unknown(
+            model,
+            f"in layer {layer} a token has {queries[1]} queries of {queries[3]} channels for {keys[1]} keys of "
+            f"{keys[3]}",
+        )
+    return queries[1], keys[1], keys[3], one.scale
+
+
+def _rotations(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe | None) -> list[rotation.Rotation]:
+    """The rotation of each layer, as its keys show it; of a model without weights as its modules say."""
+    offers = rotation.offered(model)
+    if seen is None:
+        return [offers[0] if offers else rotation.NONE] * len(layer_ids)
+    found = []
+    for layer in layer_ids:
+        keys = torch.cat([seen.near[layer].keys, seen.there[layer].keys])[:, :, 0]  # [2, H, D]
+        likely = rotation.likeliest(offers, keys, (0, seen.far), seen.noise(layer))
+        # With positions in its embeddings nothing is the same at both.
+        if likely is None and not offers:
+            likely = rotation.NONE
+        if likely is None:
+            raise _unknown(model, f"the keys of layer {layer} are turned otherwise than any of its rotary modules says")
+        if likely.kind in rotation.CHANGING:
+            raise _unknown(
+                model, f"its RoPE is of type '{likely.kind}', whose frequencies change with the length of the prompt"
+            )
+        found.append(likely)
+    orders = {tuple(one.order(keys.shape[-1]).tolist()) for one in found if len(one.rope.inv_freq)}
+    if len(orders) > 1:
+        raise _unknown(model, "its layers pair the channels that they rotate differently")
+    return found
+
+
+def _ordered(rows: Tensor | None, order: Tensor | None) -> Tensor | None:
+    """Rows of heads `[H * D]` with the channels of each in this order."""
+    if rows is None or order is None:
+        return rows
+    return rows.view(-1, len(order))[:, order.to(rows.device)].reshape(-1)
+
+
+def _plainly_added(one: Seen, rope: Rope, order: Tensor | None) -> dict[str, bool]:
+    """Whether nothing comes between each projection and the cache but RoPE, so that its bias is in what is cached."""
+    origin = one.keys.new_zeros(1, 1, dtype=torch.int64)
+    keys = one.keys if order is None else one.keys[..., order.to(one.keys.device)]
+    cached = {"k_proj": rope.unrotate(keys, origin), "v_proj": one.values}
+    found = {}
+    for name, tensor in cached.items():
+        projected = one.projected[name][0].reshape(-1).float() if name in one.projected else None
+        given = _ordered(projected, order if name == "k_proj" else None)
+        if given is None:
+            found[name] = False
+            continue
+        mine = tensor.transpose(1, 2).reshape(-1).float()
+        rounding = 8 * max(torch.finfo(one.keys.dtype).eps, torch.finfo(torch.float32).eps)
+        found[name] = given.shape == mine.shape and torch.allclose(given, mine, 0, rounding * float(given.abs().max()))
+    return found
+
+
+def _bias(attention: Any, name: str, one: Seen) -> Tensor | None:
+    """The bias of a projection, None if it has none."""
+    module: Any = getattr(attention, name, None)
+    if getattr(getattr(module, "base_layer", module), "bias", None) is None:
+        return None
+    return linear_bias(module, one.projected[name][1], one.keys)
 
 
 def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
@@ -116,74 +269,19 @@ def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
 
 def _device(module: Any) -> torch.device:
     """Where a module runs: where its weights are, unless accelerate brings them elsewhere for the call."""
-    hooks = (getattr(part, "_hf_hook", None) for part in (module, module.o_proj))
+    projection: Any = output_projection(module)
+    hooks = (getattr(part, "_hf_hook", None) for part in (module, projection))
     device = next((found for hook in hooks if (found := getattr(hook, "execution_device", None)) is not None), None)
     if device is None:
-        weight: Tensor = module.o_proj.weight
-        return weight.device
+        tensors = [*projection.parameters(), *projection.buffers()]
+        return tensors[0].device if tensors else torch.device("cpu")
     # accelerate numbers GPUs; a name without a number is the current one, which tensors tell by its number.
     named = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
     return torch.empty(0, device=named).device if named.index is None else named
 
 
-def _held(linear: nn.Linear, name: str) -> Tensor:
-    """A module's "weight" or "bias", also while accelerate keeps it elsewhere between calls."""
-    kept: Any = getattr(getattr(linear, "_hf_hook", None), "weights_map", None)
-    tensor: Tensor = getattr(linear, name).detach()
-    return kept[name] if tensor.is_meta and kept is not None else tensor
-
-
-def _fingerprint(modules: list[Any], geometry: tuple[Any, ...]) -> str:
-    """12 hexadecimal digits of the geometry and of 64 output weights of each layer, rounded to bfloat16, so that a
-    model has the same in every dtype; "" for a model without weights."""
-    digest = hashlib.sha256(repr(geometry).encode())
-    for module in modules:
-        weight = _held(module.o_proj, "weight").flatten()
-        if weight.device.type == "meta":
-            return ""
-        some = weight[:: max(1, weight.numel() // 64)][:64].to("cpu", torch.bfloat16)
-        digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:12]
-
-
-def _is_attention(module: nn.Module) -> bool:
-    has_all = all(hasattr(module, name) for name in ("layer_idx", "head_dim", "scaling"))
-    return has_all and isinstance(getattr(module, "o_proj", None), nn.Linear)
-
-
-def _rope(model: PreTrainedModel, attention: Any) -> Rope:
-    """The model's rotation, held against what the model's own function does."""
-    rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and "vision" not in n), None)
-    function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if rotary is None or function is None:
-        raise _unknown(model, "it has no rotary_emb module with apply_rotary_pos_emb beside its attention")
-    kind: str = ""
-    if not hasattr(rotary, "inv_freq"):
-        kind = "full_attention"
-    prefix = f"{kind}_" if kind else ""
-    types: Any = getattr(rotary, "rope_type", "default")
-    rope_type = types.get(kind, "default") if isinstance(types, dict) else types
-    if rope_type not in ROPE_TYPES:
-        raise _unknown(model, f"its RoPE is of type '{rope_type}', known are {', '.join(ROPE_TYPES)}")
-    inv_freq = getattr(rotary, f"{prefix}inv_freq", None)
-    if inv_freq is None:
-        raise _unknown(model, "its rotary_emb module has no inv_freq")
-    rope = Rope(inv_freq.detach().float(), float(getattr(rotary, f"{prefix}attention_scaling", 1.0)))
-    device = inv_freq.device
-    if device.type == "meta":
-        return rope
-    x = torch.linspace(-1, 1, 3 * attention.head_dim, device=device).view(1, 1, 3, attention.head_dim)
-    positions = torch.tensor([[0, 5, 1000]], device=device)
-    with torch.no_grad():
-        cos, sin = rotary(x, positions, *([kind] if kind else []))
-        turned = function(x, x, cos, sin)[0]
-    if turned.shape != x.shape or not torch.allclose(turned.float(), rope.rotate(x, positions), atol=1e-4):
-        raise _unknown(model, "its rotation is not the half-split one")
-    return rope
-
-
 def _unknown(model: PreTrainedModel, reason: str) -> ModelError:
     return ModelError(
-        f"{type(model).__name__} has no attention contract that kvframe knows: {reason}; use a model with plain rotary "
-        "attention such as Llama, Qwen, Mistral or Gemma 3."
+        f"{type(model).__name__} has no attention contract that kvframe knows: {reason}; docs/models.md lists the "
+        "models that are served."
     )

@@ -35,6 +35,7 @@ class CompressedLayer(CacheLayerMixin):
         self.parts: tuple[Part, ...] = ()
         self.recent = Recent()
         self.seen = 0  # columns seen, padding included: the logical length
+        self.order = cache.info.channel_order
         self.queries = Tail(needs.queries, dim=2)
         self.outputs = Tail(needs.head_outputs, dim=2)
 
@@ -95,12 +96,20 @@ class CompressedLayer(CacheLayerMixin):
 
     def observe(self, needs: Needs) -> LayerObservation:
         """What was seen of the recent tokens, cut down to what is needed."""
+        queries = self._last(self.queries, needs.queries)
         return LayerObservation(
-            self.recent.keys,
+            self.ordered(self.recent.keys),
             self.recent.values,
-            self._last(self.queries, needs.queries),
+            None if queries is None else self.ordered(queries),
             self._last(self.outputs, needs.head_outputs),
         )
+
+    def ordered(self, rows: Tensor) -> Tensor:
+        """Keys or queries `[..., D]` with their channels as stages, and so parts, have them."""
+        if self.order is None:
+            return rows
+        self.order = self.order.to(rows.device)
+        return rows[..., self.order]
 
     def _last(self, tail: Tail, amount: int | str) -> Tensor | None:
         if not amount:

@@ -47,6 +47,11 @@ class Watch:
             handles.append(block.register_forward_pre_hook(_hidden_hook(tail, owner), with_kwargs=True))
         if self.surprisal is not None:
             head = model.get_output_embeddings()
+            if head is None:
+                raise ModelError(
+                    f"{type(model).__name__} has no head that gives logits, but a stage needs the surprisal of tokens; "
+                    "use the model class with one (…ForCausalLM), or another stage."
+                )
             cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
             handles.append(decoder.register_forward_hook(self._surprisal_hook(head, cap, owner), with_kwargs=True))
         weakref.finalize(cache, lambda: [handle.remove() for handle in handles])

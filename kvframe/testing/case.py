@@ -77,8 +77,9 @@ class Case:
         """The entries of each layer."""
         plan = make_plan(self.prompts, self.keep, self.groups, self.uniform, layout)
         seen = self.prompts.observation(Needs(), layout)
-        layers = zip(plan.layers, seen.layers, strict=True)
-        return [execute(planned, layer, seen.positions, seen.model.rope) for planned, layer in layers]
+        layers = enumerate(zip(plan.layers, seen.layers, strict=True))
+        rope = seen.model.rope
+        return [execute(planned, layer, seen.positions, rope[index]) for index, (planned, layer) in layers]
 
     @property
     def scale(self) -> float:

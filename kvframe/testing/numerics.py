@@ -21,17 +21,19 @@ def logit_tolerance(query_norm: float, key_norm: float, scale: float, dim: int) 
     return sum_tolerance(dim + 2, query_norm * key_norm * scale)
 
 
-def attention_tolerance(query: Tensor, entries: Entries, scale: float) -> tuple[float, float]:
+def attention_tolerance(query: Tensor, entries: Entries, scale: float, coded: bool = False) -> tuple[float, float]:
     """`(out, lse)` tolerances for attention whose logits and sums are formed in fp32 and whose probabilities and
     results may be rounded to the dtype of the keys: a softmax moves by twice its logits' error, relatively; the
-    weighted sum over n entries adds n roundings, and the dtype two of its own."""
+    weighted sum over n entries adds n roundings, and the dtype two of its own. `coded`: the entries were decoded,
+    and so rounded to their dtype, which attention to their codes need not do: each key is off by half a unit."""
     if not len(entries.keys):
         return 0.0, 0.0
     n = max(end - begin for begin, end in zip(entries.bounds, entries.bounds[1:], strict=False))
     norm, dim = float(query.float().norm(dim=-1).max()), query.shape[-1]
-    logit = logit_tolerance(norm, float(entries.keys.float().norm(dim=-1).max()), scale, dim)
+    longest, low = float(entries.keys.float().norm(dim=-1).max()), torch.finfo(entries.keys.dtype).eps
+    logit = logit_tolerance(norm, longest, scale, dim) + coded * norm * longest * scale * low / 2
     logit += FP32 * (0.0 if entries.log_multiplicity is None else float(entries.log_multiplicity.abs().max()))
-    largest, low = float(entries.values.float().abs().max()), torch.finfo(entries.keys.dtype).eps
+    largest = float(entries.values.float().abs().max())
     out = largest * (2 * logit + (n + 4) * FP32 + 2 * low)
     # A sum of probabilities that were rounded to the dtype is off by half a unit of it, and so is its logarithm.
     return out, logit + (n + 4) * FP32 + low / 2

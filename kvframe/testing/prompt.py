@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvframe.rope import Rope
+from kvframe.rope import Rope, of_layers
 from kvframe.types import LayerObservation, ModelInfo, Needs, Observation
 
 Content = Literal["random", "constant", "zero", "tiny", "huge"]
@@ -22,19 +22,22 @@ TINY = 1e-6
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model's shape without a model: `L`, `H`, `G = Hq / H`, `D`, and how many of the `D` channels RoPE turns."""
+    """A model's shape without a model: `L`, `H`, `G = Hq / H`, `D`, how many of the `D` channels RoPE turns, and the
+    layers (0 to L-1) where it turns none."""
 
     layers: int = 1
     kv_heads: int = 1
     group: int = 1
     head_dim: int = 8
     rotary: int | None = None
+    still: tuple[int, ...] = ()
 
     @cached_property
     def model(self) -> ModelInfo:
         """The ModelInfo, with random output weights."""
         rotary = self.head_dim if self.rotary is None else self.rotary
-        rope = Rope(100.0 ** (-torch.arange(0, rotary, 2) / max(1, rotary)))
+        turned, still = Rope(100.0 ** (-torch.arange(0, rotary, 2) / max(1, rotary))), Rope(torch.empty(0))
+        rope = of_layers([still if layer in self.still else turned for layer in range(self.layers)])
 
         def output_weight(layer: int) -> Tensor:
             generator = torch.Generator().manual_seed(layer)

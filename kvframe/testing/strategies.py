@@ -33,13 +33,15 @@ def geometries(
     kv_heads: Sequence[int] = (1, 2, 3),
     groups: Sequence[int] = (1, 2, 3),
     head_dims: Sequence[int] = (8, 16, 32),
-    partial_rope: bool = False,
+    partial_rope: bool = True,
 ) -> Geometry:
-    """Shapes of models. `partial_rope`: some turn half of the channels only."""
+    """Shapes of models. `partial_rope`: some turn half of the channels only, some none
+    of them in every second layer."""
     dim = draw(st.sampled_from(head_dims))
-    rotary = dim // 2 if partial_rope and draw(st.booleans()) else None
+    turned = draw(st.sampled_from(("all", "half", "in some layers"))) if partial_rope else "all"
     n_layers, heads, group = (draw(st.sampled_from(choices)) for choices in (layers, kv_heads, groups))
-    return Geometry(n_layers, heads, group, dim, rotary)
+    still = tuple(range(0, n_layers, 2)) if turned == "in some layers" else ()
+    return Geometry(n_layers, heads, group, dim, dim // 2 if turned == "half" else None, still)
 
 
 @st.composite
@@ -155,7 +157,7 @@ def entries(*, merges: bool = True, ragged: bool = True, **choices: Any) -> Sear
     def carry_out(drawn: tuple[Prompts, Plan]) -> tuple[Prompts, Entries]:
         case, plan = drawn
         seen = case.observation(Needs())
-        return case, execute(plan.layers[0], seen.layers[0], seen.positions, seen.model.rope)
+        return case, execute(plan.layers[0], seen.layers[0], seen.positions, seen.model.rope[0])
 
     return plans(merges=merges, ragged=ragged, **choices).map(carry_out)
 

@@ -179,11 +179,11 @@ def test_gradients_are_refused(llama):
 
 
 def test_models_without_a_known_contract():
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BloomConfig, BloomForCausalLM
 
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50))
+    bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=50))
     with pytest.raises(ModelError, match="no attention contract that kvframe knows"):
-        kvframe.load("identity").cache(gpt2)
+        kvframe.load("identity").cache(bloom)
     with pytest.raises(ModelError, match="no layer with full attention"):
         kvframe.load("identity").cache(tiny_model("mistral", sliding_window=16))
     dynamic = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})

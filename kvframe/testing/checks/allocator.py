@@ -122,8 +122,9 @@ def full_budget_is_the_identity(stage: Any, case: Case) -> None:
         kept = (layer.assignment >= 0) == seen.body[:, None]
         expect(kept.all(), "every body token kept", f"layer {index} without token {(~kept).nonzero()[:1].tolist()}")
         expect((group_sizes(layer) == 1).all(), "every entry a single token", f"groups in layer {index}")
-        made = execute(layer, seen.layers[index], seen.positions, seen.model.rope)
-        exact = execute(LayerPlan.keep(layer.assignment >= 0), seen.layers[index], seen.positions, seen.model.rope)
+        rope = seen.model.rope[index]
+        made = execute(layer, seen.layers[index], seen.positions, rope)
+        exact = execute(LayerPlan.keep(layer.assignment >= 0), seen.layers[index], seen.positions, rope)
         count = made.log_multiplicity
         expect(count is None or not count.any(), "multiplicity 1", f"exp of {count} in layer {index}")
         place = made.offsets.repeat_interleave(torch.cat([made.offsets.diff(), torch.zeros(1, dtype=torch.int64)]))

@@ -207,11 +207,15 @@ class Transform(CalibratedEncoder):
             ]
             return Group(*made)
 
-        rope = model.rope if self.rope == "pre" else None
-        groups = range(model.kv_heads // heads)
+        before, groups = self.rope == "pre", range(model.kv_heads // heads)
         error = (lost(tables.keys, wide[0]) + lost(tables.values, wide[1])) / 2
         return tuple(
-            LayerState(tuple(group(layer, index) for index in groups), heads, rope, float(error[layer]))
+            LayerState(
+                tuple(group(layer, index) for index in groups),
+                heads,
+                model.rope[layer] if before else None,
+                float(error[layer]),
+            )
             for layer in range(model.layers)
         )
 

@@ -66,7 +66,7 @@ class Moments:
                 sums.sample_keys.append(keys[chosen].cpu())
                 sums.sample_values.append(values[chosen].cpu())
             if layer.queries is not None:
-                self._add_queries(layer.queries, observation, sums)
+                self._add_queries(layer.queries, observation, index)
         self.tokens += count
         self.query_tokens += asked
         self._thin()
@@ -83,22 +83,22 @@ class Moments:
     def rows(self, layer: LayerObservation, index: int, chosen: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values fp32 `[R, H * D]` of the chosen tokens of one layer, without bias; `positions [R]`."""
         keys, values = (x.transpose(1, 2)[chosen].transpose(0, 1) for x in (layer.keys, layer.values))  # [H, R, D]
-        keys = self.model.rope.unrotate(keys, positions) if self.before_rope else keys.float()
+        keys = self.model.rope[index].unrotate(keys, positions) if self.before_rope else keys.float()
         key_bias, value_bias = self.model.projection_bias(index)
         flat_keys, flat_values = (x.transpose(0, 1).flatten(1) for x in (keys, values.float()))
         if key_bias is not None and self.before_rope:
             flat_keys = flat_keys - key_bias.float().to(flat_keys.device)
         return flat_keys, flat_values if value_bias is None else flat_values - value_bias.float().to(values.device)
 
-    def _add_queries(self, queries: Tensor, observation: Observation, sums: LayerMoments) -> None:
+    def _add_queries(self, queries: Tensor, observation: Observation, index: int) -> None:
         valid = observation.valid
         seen = valid[:, valid.shape[1] - queries.shape[2] :]
         rows = queries.transpose(1, 2)[seen].transpose(0, 1).float()  # [Hq, R, D]
         if self.before_rope:
             positions = observation.positions[:, valid.shape[1] - queries.shape[2] :][seen]
-            rows = self.model.rope.unrotate(rows, positions)
+            rows = self.model.rope[index].unrotate(rows, positions)
         grouped = rows.unflatten(0, (self.model.kv_heads, -1)).flatten(1, 2)  # [H, G * R, D]
-        sums.queries += (grouped.transpose(1, 2) @ grouped).double().cpu()
+        self.layers[index].queries += (grouped.transpose(1, 2) @ grouped).double().cpu()
 
     def _thin(self) -> None:
         """Drop every second token of the sample when it has become twice too large."""

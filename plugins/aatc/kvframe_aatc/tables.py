@@ -91,7 +91,7 @@ def build(moments: Moments, choices: Choices) -> Tables:
     for index, sums in enumerate(moments.layers):
         queries = sums.queries / max(1, moments.query_tokens)
         if moments.before_rope and choices.query_rotation == "averaged":
-            queries = rotation_average(queries, 2 * len(model.rope.inv_freq))
+            queries = rotation_average(queries, 2 * len(model.rope[index].inv_freq))
         output = _output_moment(model.output_weight(index), model.kv_heads)
         key_bias, value_bias = model.projection_bias(index)
         sample_keys, sample_values = torch.cat(sums.sample_keys), torch.cat(sums.sample_values)

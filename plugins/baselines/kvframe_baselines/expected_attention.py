@@ -8,25 +8,27 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from kvframe.rope import Rope
 from kvframe.stages import Scorer
-from kvframe.types import LayerObservation, ModelInfo, Needs, Observation, Segments
+from kvframe.types import LayerObservation, Needs, Observation, Segments
 from kvframe_baselines.columns import observed_queries
 
 # Numbers held at once while rotations are averaged: 16 MiB of fp32.
 BLOCK_ELEMENTS = 1 << 22
 
 
-def mean_rotation(model: ModelInfo, start: Tensor, count: int) -> Tensor:
-    """Return fp32 `[B, D, D]`: the mean RoPE matrix over positions `start .. start + count - 1` (int64 `[B]`); row `i`
-    is the rotated unit vector `e_i`, so a vector `x` is turned as `x @ result`."""
-    batch, dim = start.shape[0], model.head_dim
+def mean_rotation(rope: Rope, dim: int, start: Tensor, count: int) -> Tensor:
+    """Return fp32 `[B, D, D]`: the mean matrix of a layer's RoPE over positions `start .. start + count - 1` (int64
+    `[B]`), for head dimension `dim`; row `i` is the rotated unit vector `e_i`, so a vector `x` is turned as `x @
+    result`."""
+    batch = start.shape[0]
     unit = torch.eye(dim, device=start.device)[None, :, None]  # [1, D, 1, D]
     total = torch.zeros(batch, dim, dim, device=start.device)
     step = max(1, BLOCK_ELEMENTS // (batch * dim * dim))
     for begin in range(0, count, step):
         future = torch.arange(begin, min(begin + step, count), device=start.device)
         positions = start[:, None, None] + future  # [B, 1, F]
-        total += model.rope.rotate(unit.expand(batch, dim, future.shape[0], dim), positions).sum(2)
+        total += rope.rotate(unit.expand(batch, dim, future.shape[0], dim), positions).sum(2)
     return total / count
 
 
@@ -63,13 +65,18 @@ class ExpectedAttention(Scorer):
     def score(self, observation: Observation, segments: Segments) -> Tensor:
         """Return fp32 `[L, B, H, T]`, in units of the value's norm."""
         last = observation.positions.masked_fill(~observation.valid, -1).amax(1)  # [B]
-        rotation = mean_rotation(observation.model, last + 1, self.horizon)
-        return torch.stack([self._score_layer(observation, layer, rotation) for layer in observation.layers])
+        model, scores, rope = observation.model, [], None
+        for index in range(len(observation.layers)):
+            if model.rope[index] is not rope:
+                rope = model.rope[index]
+                rotation = mean_rotation(rope, model.head_dim, last + 1, self.horizon)
+            scores.append(self._score_layer(observation, index, rotation))
+        return torch.stack(scores)
 
-    def _score_layer(self, observation: Observation, layer: LayerObservation, rotation: Tensor) -> Tensor:
+    def _score_layer(self, observation: Observation, index: int, rotation: Tensor) -> Tensor:
         """Return the scores `[B, H, T]` of one layer."""
-        model, valid = observation.model, observation.valid
-        mean, covariance = self._statistics(observation, layer)
+        model, valid, layer = observation.model, observation.valid, observation.layers[index]
+        mean, covariance = self._statistics(observation, layer, model.rope[index])
         # k . R x = (R^T k) . x: turning the keys once serves mean and covariance.
         turned = layer.keys.float() @ rotation.transpose(-1, -2)[:, None]  # [B, H, T, D]
         turned = turned[:, :, None]  # [B, H, 1, T, D]
@@ -81,7 +88,7 @@ class ExpectedAttention(Scorer):
         attention = logits.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
         return (attention.mean(2) + self.eps) * layer.values.float().norm(dim=-1)
 
-    def _statistics(self, observation: Observation, layer: LayerObservation) -> tuple[Tensor, Tensor]:
+    def _statistics(self, observation: Observation, layer: LayerObservation, rope: Rope) -> tuple[Tensor, Tensor]:
         """Return mean `[B, Hq, D]` and covariance `[B, Hq, D, D]` of the queries before RoPE."""
         queries = observed_queries(layer, self.name)
         first = observation.valid.shape[1] - queries.shape[2]
@@ -89,7 +96,7 @@ class ExpectedAttention(Scorer):
         used = valid & (observation.valid.cumsum(1)[:, first:] > self.skip)
         used = torch.where(used.any(1, keepdim=True), used, valid)  # [B, Tq]
         share = used.float() / used.sum(1, keepdim=True).clamp_min(1)
-        plain = observation.model.rope.unrotate(queries, observation.positions[:, None, first:])  # [B, Hq, Tq, D]
+        plain = rope.unrotate(queries, observation.positions[:, None, first:])  # [B, Hq, Tq, D]
         mean = share[:, None, None] @ plain  # [B, Hq, 1, D]
         centred = (plain - mean) * share.sqrt()[:, None, :, None]
         return mean[..., 0, :], centred.transpose(-1, -2) @ centred

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvframe.rope import Rope
 from kvframe.types import Entries, ModelInfo, Regrouping
 from kvframe_centroidkv.partition import places
 from kvframe_centroidkv.passes import Work, cluster
@@ -32,7 +33,7 @@ def cluster_again(method: SoftMatching, body: Sequence[Entries], model: ModelInf
     pieces, device = counts.flatten(), counts.device
     unit = torch.arange(len(pieces), device=device).repeat_interleave(pieces)  # [M]
     alive = targets.alive.flatten()[unit]
-    keys = torch.cat([_keys(method, entries, model) for entries in body])[alive]
+    keys = torch.cat([_keys(method, entries, model.rope[layer]) for layer, entries in enumerate(body)])[alive]
     mass = torch.cat([_mass(entries) for entries in body])[alive]
     position = torch.cat([_positions(entries) for entries in body])[alive].double()
     here = unit[alive]
@@ -61,10 +62,10 @@ def cluster_again(method: SoftMatching, body: Sequence[Entries], model: ModelInf
     return [Regrouping(rows[i], n_entries[i], method.rope == "pre") for i in range(layers)]
 
 
-def _keys(method: SoftMatching, entries: Entries, model: ModelInfo) -> Tensor:
+def _keys(method: SoftMatching, entries: Entries, rope: Rope) -> Tensor:
     """What is compared: the keys before RoPE, or as held."""
     if method.rope == "pre":
-        return model.rope.unrotate(entries.keys, _positions(entries).long())
+        return rope.unrotate(entries.keys, _positions(entries).long())
     return entries.keys if entries.keys.dtype == torch.float64 else entries.keys.float()
 
 

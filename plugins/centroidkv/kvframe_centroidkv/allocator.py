@@ -196,7 +196,7 @@ class SoftMatching(Allocator):
         for index, mask, rows in zip(layers, free, out.split(counts), strict=True):
             keys = observation.layers[index].keys
             if self.rope == "pre":
-                keys = model.rope.unrotate(keys, observation.positions[:, None])
+                keys = model.rope[index].unrotate(keys, observation.positions[:, None])
             at = mask.flatten().nonzero().squeeze(1)
             torch.index_select(keys.to(dtype).reshape(-1, model.head_dim), 0, at, out=rows)
             # One sum tells at once that all is well.

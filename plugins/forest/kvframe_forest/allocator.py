@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvframe.errors import InputError
+from kvframe.rope import Rope
 from kvframe.stages import Allocator
 from kvframe.types import Grades, LayerPlan, Needs, Observation, Plan, Segments
 from kvframe_forest.grading import Offer, prune_graded
@@ -91,7 +92,7 @@ class Pruned(Allocator):
     def _points(self, observation: Observation, index: int) -> Tensor:
         """The points `[B, H, T, 2D]` of a layer, fp32 (fp64 if its keys are)."""
         model, layer = observation.model, observation.layers[index]
-        keys = model.rope.unrotate(layer.keys, observation.positions[:, None])
+        keys = model.rope[index].unrotate(layer.keys, observation.positions[:, None])
         values = layer.values.to(keys.dtype)
         mask = observation.body[:, None, :, None]
         for name, tensor in (("keys", keys), ("values", values)):
@@ -102,13 +103,13 @@ class Pruned(Allocator):
                 )
         if layer.queries is None:
             raise InputError(f"{self.name} needs the last queries; capture what it `needs`.")
-        size = self._query_sizes(observation, layer.queries.to(keys.dtype))  # [B, H, D]
+        size = self._query_sizes(observation, layer.queries.to(keys.dtype), model.rope[index])  # [B, H, D]
         keys = keys * (size.sqrt() * model.scale)[:, :, None]
         norm = torch.where(mask, values, 0).square().sum((2, 3)) / observation.body.sum(1).clamp_min(1)[:, None]
         values = values * (self.value_share / norm.clamp_min(1e-30)).sqrt()[:, :, None, None]
         return torch.cat([keys, values], -1)
 
-    def _query_sizes(self, observation: Observation, queries: Tensor) -> Tensor:
+    def _query_sizes(self, observation: Observation, queries: Tensor, rope: Rope) -> Tensor:
         """Mean square `[B, H, D]` of the last queries, the same for both channels of a pair: from afar a rotation mixes
         them. Queries `[B, Hq, Tq, D]`; those of padding do not count."""
         model, valid = observation.model, observation.valid[:, -queries.shape[2] :]
@@ -116,7 +117,7 @@ class Pruned(Allocator):
         seen = (valid & (from_end <= self.queries))[:, None, :, None]
         square = torch.where(seen, queries, 0).square().sum(2) / seen.sum(2).clamp_min(1)  # [B, Hq, D]
         square = square.unflatten(1, (model.kv_heads, model.group)).mean(2)
-        half = len(model.rope.inv_freq)
+        half = len(rope.inv_freq)
         both = (square[..., :half] + square[..., half : 2 * half]) / 2
         return torch.cat([both, both, square[..., 2 * half :]], -1)
 

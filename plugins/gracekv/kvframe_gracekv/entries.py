@@ -76,7 +76,8 @@ class PlanBuilder:
         several = (size > 1)[entry]
         head, token, entry = head[several], token[several], entry[several]
         keys = self.observation.layers[layer].keys[row.index][:, row.body][head, token]
-        plain = self.observation.model.rope.unrotate(keys, self.observation.positions[row.index, row.body][token])
+        at = self.observation.positions[row.index, row.body][token]
+        plain = self.observation.model.rope[layer].unrotate(keys, at)
         total = torch.zeros(len(n), plain.shape[1], device=n.device).index_add_(0, entry, plain)
         norms = torch.zeros_like(n).index_add_(0, entry, plain.norm(dim=-1))
         coherence = total.square().sum(-1) / norms.square().clamp_min(1e-30)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvframe.ops import IntervalTables, interval_distortion
+from kvframe.rope import LayerRopes, Rope
 from kvframe.types import Observation
 from kvframe_gracekv.rows import Row, pick, queries_at
 
@@ -19,6 +20,17 @@ _GROUP = 1 << 15
 def joined(parts: list[Tensor]) -> Tensor:
     """The parts behind each other; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def alike(rope: Rope | LayerRopes, layers: int, most: int) -> Iterator[range]:
+    """The layers in order, at most `most` at once, and only such as rotate alike."""
+    first = 0
+    while first < layers:
+        last = first + 1
+        while last < min(first + most, layers) and rope[last].equals(rope[first]):
+            last += 1
+        yield range(first, last)
+        first = last
 
 
 @dataclass(frozen=True)
@@ -38,8 +50,7 @@ def layer_tables(
     Each probe stands for one query head of a KV head's group, taken in turn."""
     model, tokens = observation.model, max(1, len(row.body))
     at_once = max(1, _GROUP // (model.kv_heads * probes * tokens))
-    for first in range(0, model.layers, at_once):
-        layers = range(first, min(first + at_once, model.layers))
+    for layers in alike(model.rope, model.layers, at_once):
         queries = []
         for layer in layers:
             found, columns = queries_at(observation, layer, row, row.probes[-probes:], owner)  # [Hq, P, D]
@@ -55,8 +66,8 @@ def layer_tables(
             keys,
             values,
             joined(queries),
-            scores[first : first + len(layers)].flatten(0, 1),
-            model.rope,
+            scores[layers.start : layers.stop].flatten(0, 1),
+            model.rope[layers.start],
             model.scale,
             longest,
             mass_share=loss.mass_share,
