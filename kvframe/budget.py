@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvframe.arguments import whole_numbers
 from kvframe.errors import BudgetError, InputError
-from kvframe.spec import Budget, Protect
+from kvframe.spec import Budget, PipelineSpec, Protect
 from kvframe.types import ModelInfo
 
 Lengths = int | Sequence[int] | Tensor
@@ -136,6 +136,36 @@ def fitted_recent(budget: Budget, protect: Protect, regions: Regions, model: Mod
     return recent if bool((recent < protect.recent).any()) else None
 
 
+def fitted_regions(
+    valid: Tensor,
+    spec: PipelineSpec,
+    model: ModelInfo,
+    itemsize: int,
+    prefix: Lengths = 0,
+    suffix: Lengths = 0,
+    begins: Tensor | None = None,
+) -> tuple[Regions, Tensor | None]:
+    """`split_regions` with the recent window that the budget leaves, and that window, int64 `[B]`, None if it is
+    nowhere shortened. Rows where `begins` (bool `[B]`, None = all) is False have their window already.
+
+    Unless the budget is strict, a row keeps the whole window if it is not longer than what is protected with that, so
+    that the shortest prompts stay whole, or if it would not fit with the shortest window either."""
+    budget, protect = spec.budget, spec.protect
+    regions = split_regions(valid, protect, prefix, suffix, None, begins)
+    recent = fitted_recent(budget, protect, regions, model, itemsize)
+    if recent is None:
+        return regions, None
+    if begins is not None:
+        recent = torch.where(begins, recent, protect.recent)
+    shortened = split_regions(valid, protect, prefix, suffix, recent, begins)
+    if not budget.strict:
+        whole = ~regions.body.any(1) | too_short(budget, shortened, model, itemsize)
+        if bool(whole.any()):
+            recent = torch.where(whole, protect.recent, recent)
+            shortened = split_regions(valid, protect, prefix, suffix, recent, begins)
+    return (shortened, recent) if bool((recent < protect.recent).any()) else (regions, None)
+
+
 def total_entries(
     budget: Budget, context: Tensor, charged: Tensor, model: ModelInfo, itemsize: int, bits_per_entry: float
 ) -> Tensor:
@@ -161,11 +191,12 @@ def block_entries(
     return total_entries(budget, body, torch.zeros_like(body), model, itemsize, bits_per_entry).minimum(body)
 
 
-def too_short(budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits_per_entry: float) -> Tensor:
-    """Rows whose budget does not cover their charged protected tokens yet, bool `[B]`."""
+def too_short(budget: Budget, regions: Regions, model: ModelInfo, itemsize: int) -> Tensor:
+    """Rows whose budget does not cover their charged protected tokens, bool `[B]`."""
     units = model.layers * model.kv_heads
     context, charged = units * regions.context, units * regions.charged
-    return total_entries(budget, context, charged, model, itemsize, bits_per_entry) < charged
+    # What a coded entry costs is of no account: none is paid for.
+    return total_entries(budget, context, charged, model, itemsize, 1.0) < charged
 
 
 def entry_budget(
@@ -177,13 +208,15 @@ def entry_budget(
     rows: Tensor | None = None,
     block: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Return `(for the body, total)`, both int64 `[B]`: entries over all layers and heads. Only `rows` (bool `[B]`,
-    None = all) must be able to pay for what is protected.
+    """Return `(for the body, total)`, both int64 `[B]`: entries over all layers and heads.
 
     The total counts the context's entries, charged protected ones included; the rest is the body's, at most all of it,
     each head's filled up to whole blocks of `block` entries, which cost as much as full ones. A row without a body gets
-    nothing. `bits_per_entry` is what a coded entry costs, `itemsize` the bytes of one exact value. Raises BudgetError
-    if the total does not cover the charged protected tokens of a row that has a body."""
+    nothing. `bits_per_entry` is what a coded entry costs, `itemsize` the bytes of one exact value.
+
+    Where the total does not cover the charged protected tokens the body gets nothing, and the total, which is then
+    below them (below 0 perhaps, as they cost more than coded entries), says what is owed. Raises BudgetError instead
+    if the budget is strict, for `rows` (bool `[B]`, None = all) that have a body."""
     units = model.layers * model.kv_heads
     context, charged = units * regions.context, units * regions.charged
     body = units * regions.body.sum(1)
@@ -191,7 +224,7 @@ def entry_budget(
     total = torch.minimum(bought, context)
     short = (total < charged) & (body > 0)
     short = short if rows is None else short & rows
-    if bool(short.any()):
+    if budget.strict and bool(short.any()):
         row = int(short.nonzero()[0])
         whose, exact = (
             f"The budget of row {row} ({int(regions.context[row])} context tokens)",
@@ -207,6 +240,23 @@ def entry_budget(
             f"{whose} buys less than the {exact} protected tokens, which take {held} bytes as they are; give more "
             "bytes or a lower budget.ratio, or lower protect.recent or protect.sink."
         )
-    left = torch.where(body > 0, bought - charged, 0)
+    left = torch.where(body > 0, bought - charged, 0).clamp_min(0)
     filled = -(-regions.body.sum(1) // block) * block * units
     return torch.minimum(left, filled), torch.where(body > 0, total, context)
+
+
+def buys_more(
+    budget: Budget, regions: Regions, model: ModelInfo, itemsize: int, bits_per_entry: float, block: int = 1
+) -> Tensor:
+    """Rows whose budget buys more than their whole body, bool `[B]`. For the arguments see `entry_budget`."""
+    units = model.layers * model.kv_heads
+    context, charged, body = units * regions.context, units * regions.charged, regions.body.sum(1)
+    bought = total_entries(budget, context, charged, model, itemsize, bits_per_entry)
+    return (body > 0) & (bought - charged > units * -(-body // block) * block)
+
+
+def allowed_bytes(budget: Budget, regions: Regions, model: ModelInfo, itemsize: int) -> float:
+    """Bytes that a budget of bytes allows for all rows together, without prefix and suffix."""
+    if budget.ratio is None:
+        return float(budget.bytes or 0) * len(regions.context)
+    return float(regions.context.sum()) * model.layers * model.kv_heads * 2 * model.head_dim * itemsize / budget.ratio

@@ -188,6 +188,7 @@ def run(
         prompt = chat_template(tokenizer).prompt(tokenizer, "", text, after, "")
         # Without a question nothing says where one would begin, so the spec's own suffix holds.
         cache = pipeline.cache(loaded, prompt.prefix_length, prompt.suffix_length if question else None)
+        cache.ledger.aloud = False  # the report has its notes
         ids = torch.tensor([prompt.ids], device=loaded.device)
         generate: Any = loaded.generate
         with torch.no_grad():

@@ -46,11 +46,12 @@ Returned = TypeVar("Returned")
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """What a pipeline made of an observation: the parts of each layer, the plan they follow, the encoder's states."""
+    """What a pipeline made of an observation: the parts of each layer, the plan they follow, the encoder's states; None
+    if nothing was coded yet."""
 
     parts: tuple[tuple[Part, ...], ...]
     plan: Plan
-    states: Sequence[Any]
+    states: Sequence[Any] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +180,7 @@ class Pipeline:
         naming the stage, if one fails, returns what its contract forbids or writes into what it was given."""
         plan, states = self._decide(gathered(observation), budget, states, bound, block)
         devices = [layer.keys.device for layer in observation.layers]
-        states = spread(states, devices)
+        states = None if states is None else spread(states, devices)
         layers = []
         for index, (layer, device) in enumerate(zip(observation.layers, devices, strict=True)):
             parts: tuple[Part, ...] = ()
@@ -192,7 +193,8 @@ class Pipeline:
             entries = execute(planned, layer, positions, rope)
             if not self.holds_positions:
                 entries = replace(entries, positions=None)
-            for encoder, some, state in grading.by_grade(planned, entries, self.encoders, states[index]):
+            own = None if states is None else states[index]
+            for encoder, some, state in grading.by_grade(planned, entries, self.encoders, own):
                 with blaming(encoder):
                     encoded = returned(encoder, encoder.encode(some, state), Encoded)
                     check_encoded(encoded, some, encoder)
@@ -202,8 +204,12 @@ class Pipeline:
 
     def _decide(
         self, observation: Observation, budget: Tensor, states: Sequence[Any] | None, bound: Any, block: int | None
-    ) -> tuple[Plan, Sequence[Any]]:
+    ) -> tuple[Plan, Sequence[Any] | None]:
         """The plan, and the encoder's states, one a layer."""
+        if states is None and not self.spec.allocator.keeps_all and not bool(budget.any()):
+            # Nothing can be kept of the body, so nothing is learned from it either: more may come, to learn from.
+            nothing = torch.zeros(observation.shape[1:], dtype=torch.bool, device=observation.valid.device)
+            return Plan((LayerPlan.keep(nothing),) * observation.model.layers), None
         encoder, untouched = self.spec.encoder, Untouched(observation)
         with blaming(encoder):
             states = grading.fit(self.encoders, observation, bound) if states is None else states

@@ -24,14 +24,18 @@ class CacheReport:
         entries: key-value pairs held over all rows, compressed layers and heads, exact ones included.
         bytes: bytes of the storages held for the compressed layers; `bytes_by_part` shares them out.
         full_bytes: what transformers' DynamicCache would hold for the same layers, padding included.
-        requested_ratio: context entries / entries that the budget allows, over all compressions so far.
-        entry_ratio: context entries / entries kept of them (prefix and suffix count on neither side).
+        requested_ratio: context entries / entries that the budget allows, over all compressions so far; before the
+            first, what the spec says.
+        entry_ratio: context entries / entries held of them. What waits to be compressed counts as it is held; prefix
+            and suffix, and tokens of an answer that are still exact, count on neither side.
         byte_ratio: full_bytes / bytes.
         compress_seconds: time spent compressing.
         layers: one LayerReport per compressed layer.
         other_layers: layers left to transformers (sliding window, linear).
         notes: what the user should know, e.g. why nothing was compressed.
         asked_bytes: what a budget of bytes asked for, e.g. "8" (times fewer) or "64.0MiB"; "" for one of entries.
+        asked_entries: what a budget of entries asked for, e.g. "4.00" (times fewer) or "64 a head"; "" = one of bytes.
+        seen_entries: key-value pairs of the valid tokens seen: what `entries` would be, had nothing been compressed.
     """
 
     tokens: tuple[int, ...]
@@ -46,6 +50,8 @@ class CacheReport:
     other_layers: int = 0
     notes: tuple[str, ...] = ()
     asked_bytes: str = ""
+    asked_entries: str = ""
+    seen_entries: int = 0
 
     @property
     def byte_ratio(self) -> float:
@@ -58,11 +64,12 @@ class CacheReport:
         low = min((layer.entries[0] for layer in self.layers), default=0)
         high = max((layer.entries[1] for layer in self.layers), default=0)
         # What a budget of bytes comes to in entries is nothing that anybody asked for.
-        by_entries = "" if self.asked_bytes else f" (asked {self.requested_ratio:.2f})"
+        by_entries = f" (asked {self.asked_entries})" if self.asked_entries else ""
         by_bytes = f" (asked {self.asked_bytes})" if self.asked_bytes else ""
         lines = [
             f"tokens seen       {tokens}",
-            f"entries held      {self.entries} over {len(self.layers)} layers; {low} to {high} compressed per head",
+            f"entries held      {self.entries} of {self.seen_entries} over {len(self.layers)} layers; {low} to {high} "
+            "compressed per head",
             f"bytes held        {size_text(self.bytes)} ({parts}) instead of {size_text(self.full_bytes)}",
             f"ratio             {self.entry_ratio:.2f} in entries{by_entries}, "
             f"{self.byte_ratio:.2f} in bytes{by_bytes}",

@@ -59,6 +59,11 @@ class Budget(BaseModel):
     bytes: Annotated[ByteSize, BeforeValidator(_whole_size)] | None = Field(
         None, ge=1, le=MOST_BYTES, description='Bytes for one sequence over all layers, e.g. "64MiB".'
     )
+    strict: bool = Field(
+        False,
+        description="Whether a row whose protected tokens cost more than its budget is an error; false = they are "
+        "kept, and nothing else of it.",
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Budget:
@@ -68,6 +73,13 @@ class Budget(BaseModel):
         if self.of == "bytes" and self.ratio is None:
             raise ValueError(f"of: bytes belongs to a ratio, but {given[0]} is given; leave one of them out")
         return self
+
+    @property
+    def asked_entries(self) -> str:
+        """What a budget of entries asks for, in short: "4.00" times fewer, or "64 a head"; "" for one of bytes."""
+        if not self.counts_entries:
+            return ""
+        return f"{self.ratio:.2f}" if self.entries is None else f"{self.entries} a head"
 
     @property
     def asked_bytes(self) -> str:
@@ -92,7 +104,8 @@ class Protect(BaseModel):
     recent_min: int | None = Field(
         None,
         ge=0,
-        description="Let a small budget shorten the recent window, down to this many tokens; null = an error instead.",
+        description="Let a small budget shorten the recent window, down to this many tokens, where that makes it fit; "
+        "null = never.",
     )
     recent_share: float = Field(
         1.0,
@@ -215,6 +228,8 @@ class PipelineSpec(BaseModel):
         data = {key: _without_empty(value) for key, value in data.items()}
         if self.budget.of == "entries":
             data["budget"].pop("of")
+        if not self.budget.strict:
+            data["budget"].pop("strict")
         if self.prefill.flush is None:
             data.pop("prefill")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]

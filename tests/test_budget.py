@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import info
 
-from kvframe.budget import entry_budget, fitted_recent, split_regions
+import kvframe
+from kvframe.budget import entry_budget, fitted_recent, fitted_regions, split_regions
 from kvframe.errors import BudgetError, InputError
 from kvframe.spec import Budget, Protect
 
@@ -43,20 +46,59 @@ def test_regions_share_out_the_tokens(lengths, sink, recent, prefix, suffix, see
         assert not regions.tail[:, : columns - regions.tail_columns].any()
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=3), st.floats(1, 8))
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=3), st.floats(1, 8))
 def test_a_ratio_is_never_exceeded(lengths, ratio):
+    """But by what is protected: a row that is too short for that keeps it, and nothing of its body."""
     valid = torch.stack([torch.arange(300) >= 300 - length for length in lengths])
     regions, model = split_regions(valid, Protect(sink=1, recent=2)), info()
-    try:
-        body, total = entry_budget(Budget(ratio=ratio), regions, model, 4, 8 * 2 * 32)
-    except BudgetError:
-        assert any(length < 3 * ratio for length in lengths)
-        return
+    body, total = entry_budget(Budget(ratio=ratio), regions, model, 4, 8 * 2 * 32)
+    short = []
     for row, length in enumerate(lengths):
+        allowed, exact = int(4 * length / ratio), 4 * min(length, 3)
         if regions.body[row].any():
-            assert int(body[row]) + 4 * int(regions.charged[row]) == int(total[row]) == int(4 * length / ratio)
+            short.append(allowed < exact)
+            assert (int(body[row]), int(total[row])) == (max(allowed - exact, 0), allowed)
         else:
             assert int(body[row]) == 0
+    strict = Budget(ratio=ratio, strict=True)
+    if any(short):
+        with pytest.raises(BudgetError):
+            entry_budget(strict, regions, model, 4, 8 * 2 * 32)
+    else:
+        assert torch.equal(entry_budget(strict, regions, model, 4, 8 * 2 * 32)[0], body)
+
+
+@pytest.mark.parametrize("suffix", [0, 3])
+@pytest.mark.parametrize("window", [{}, {"recent_min": 4}, {"recent_min": 4, "recent_share": 0.25}], ids=str)
+@pytest.mark.parametrize(
+    "given_budget", [{"ratio": 4}, {"ratio": 9}, {"ratio": 4, "of": "bytes"}, {"entries": 20}, {"bytes": 6000}], ids=str
+)
+def test_a_longer_prompt_holds_no_less_until_its_window_gives_way(given_budget, window, suffix):
+    """From 0 tokens to 400 what is kept, in bytes, grows with the prompt. A prompt that is not longer than what is
+    protected is whole, and one that is keeps no less than sinks and the shortest window. The one step down is where
+    the budget begins to hold a shortened window: there it is met."""
+    budget, model = Budget(**given_budget), info()
+    protect = Protect(sink=4, recent=32, **window)
+    spec = kvframe.load("identity").spec.model_copy(update={"budget": budget, "protect": protect})
+    valid = torch.arange(400) >= 400 - torch.arange(suffix, 401)[:, None]
+    regions, recent = fitted_regions(valid, spec, model, 4, suffix=suffix)
+    bits = 512.0 if budget.counts_entries else 200.0
+    body, total = entry_budget(budget, regions, model, 4, bits)
+    kept = 4 * 512 * regions.charged + bits * body
+    whole = regions.context <= 36
+    assert torch.equal(kept[whole], 4 * 512.0 * regions.context[whole])
+    steps = (kept[1:] < kept[:-1] - bits).nonzero()[:, 0] + 1
+    assert len(steps) <= (recent is not None)
+    for row in steps.tolist():
+        assert int(total[row]) >= 4 * int(regions.charged[row])
+    least = 4 + protect.recent if recent is None else 8
+    assert bool((regions.charged >= regions.context.clamp_max(least)).all())
+    # Whoever is above the budget keeps the whole window, and nothing else.
+    above = (total < 4 * regions.charged) & ~whole
+    # A ninth of 37 tokens is less than the 8 of the shortest window, which fits in all the others.
+    assert bool(above.any()) == (recent is None or given_budget == {"ratio": 9})
+    assert bool((regions.charged[above] == 36).all())
+    assert not bool(body[above].any())
 
 
 def test_ratio_one_keeps_everything():
@@ -90,9 +132,9 @@ def test_messages():
     with pytest.raises(InputError, match="must not be negative"):
         split_regions(valid, Protect(), 0, -1)
     with pytest.raises(BudgetError, match=r"row 0 \(40 context tokens\) is 10.0 entries per head, below its 36"):
-        entry_budget(Budget(ratio=4), split_regions(valid, Protect()), info(), 4, 512)
+        entry_budget(Budget(ratio=4, strict=True), split_regions(valid, Protect()), info(), 4, 512)
     with pytest.raises(BudgetError, match="buys less than the 36 protected"):
-        entry_budget(Budget(bytes=100), split_regions(valid, Protect()), info(), 4, 512)
+        entry_budget(Budget(bytes=100, strict=True), split_regions(valid, Protect()), info(), 4, 512)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +183,13 @@ def test_a_ratio_of_bytes_buys_what_the_encoder_declares(lengths, ratio, bits):
 
 def test_bytes_that_buy_less_than_what_is_protected():
     regions = split_regions(torch.ones(1, 300, dtype=torch.bool), Protect(sink=4, recent=32))
-    for budget in (Budget(ratio=32, of="bytes"), Budget(bytes="1KiB")):
+    for given_budget in ({"ratio": 32, "of": "bytes"}, {"bytes": "1KiB"}):
+        budget = Budget(**given_budget)
+        body, total = entry_budget(budget, regions, info(), 4, 100.0)
+        # What is owed is counted in coded entries, of which an exact one buys five.
+        spent = 4 * 300 * 512 / 32 if budget.bytes is None else 8 * 1024
+        assert (int(body), int(total)) == (0, 4 * 36 + math.floor((spent - 4 * 36 * 512) / 100))
+        budget = Budget(**given_budget, strict=True)
         with pytest.raises(
             BudgetError, match=r"buys less than the 36 protected tokens, which take .* bytes as they are"
         ):

@@ -245,7 +245,7 @@ def test_compare_measures_prints_and_goes_on(model_folder, spec, text, tmp_path)
 
 def test_a_failed_spec_is_reported_with_status_2(model_folder, spec, text, tmp_path):
     greedy = tmp_path / "greedy.yaml"
-    greedy.write_text(DROPPING.replace("recent: 16", "recent: 500"))
+    greedy.write_text(DROPPING.replace("recent: 16", "recent: 500").replace("ratio: 2", "ratio: 2, strict: true"))
     command = ["compare", "--model", model_folder, "--specs", f"{greedy},{spec}", "--ratios", "3", "--text", text]
     result = invoke(*command, "--tokens", "600", "--limit", "1", "--tasks", "continuation", "--out", tmp_path / "out")
     assert result.exit_code == 2
@@ -273,7 +273,21 @@ def test_run_refuses_bad_input(model_folder, spec, text, tmp_path):
     text.write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in failure("run", spec, "--prompt-file", text, "--model", model_folder)
     text.write_text("A short prompt that is longer than nothing, though not by very much. " * 3)
-    said = failure(
-        "run", spec, "--prompt-file", text, "--model", model_folder, "--set", "budget.ratio=50", "--question", "Why?"
+    asked = (
+        "run",
+        spec,
+        "--prompt-file",
+        text,
+        "--model",
+        model_folder,
+        "--set",
+        "budget.ratio=50",
+        "--question",
+        "Why?",
     )
-    assert "below its 20 protected tokens" in said
+    assert "below its 20 protected tokens" in failure(*asked, "--set", "budget.strict=true")
+    # Otherwise it is answered, and the report says once what became of it.
+    result = invoke(*asked)
+    assert result.exit_code == 0
+    assert result.stderr.count("too short for the budget: only what is protected is kept, 20 tokens at most") == 1
+    assert "(asked 50.00)" in result.stderr

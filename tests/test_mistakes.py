@@ -26,7 +26,10 @@ LARGE = r"must be smaller than 2\*\*40, about 1.1e12"
         ("scorer: [uniform]", rf"{STAGE}, but it is \['uniform'\]"),
         ("scorer: null", f"{STAGE}, but it is null"),
         ("scorer: {name: null}", "scorer: there is no scorer named null; there are: .*"),
-        ("budget: 8", r"budget: must be \{ratio: …\} or the like \(keys: ratio, of, entries, bytes\), but it is 8"),
+        (
+            "budget: 8",
+            r"budget: must be \{ratio: …\} or the like \(keys: ratio, of, entries, bytes, strict\), but it is 8",
+        ),
         ("protect: null", r"protect: must be \{sink: …\} or the like \(keys: .*\), but it is null"),
         ("decode: true", r"decode: must be \{flush: …\} or the like \(keys: flush\), but it is true"),
         ("budget: {ratio: eight}", f"budget.ratio: {NUMBER}, but it is 'eight'"),

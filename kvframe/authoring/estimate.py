@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvframe.budget import entry_budget, fitted_recent, split_regions
+from kvframe.budget import entry_budget, fitted_regions, too_short
 from kvframe.errors import InputError
 from kvframe.pipeline import Pipeline
 from kvframe.types import ModelInfo
@@ -30,11 +30,13 @@ class Region:
 class Estimate:
     """Entries and bytes of one sequence, by region. An allocator may leave part of the body's budget unspent, so the
     body's are an upper bound; offsets and the slack of growing buffers come on top. `graded`: the body's entries are
-    counted in the dearest of several grades, so that there may be more of them."""
+    counted in the dearest of several grades, so that there may be more of them. `short`: the budget does not cover what
+    is protected, which is kept all the same, and nothing else."""
 
     regions: tuple[Region, ...]
     full_bytes: int
     graded: bool = False
+    short: bool = False
 
     @property
     def bytes(self) -> int:
@@ -44,17 +46,15 @@ class Estimate:
 
 def estimate(pipeline: Pipeline, model: ModelInfo, itemsize: int, tokens: int) -> Estimate:
     """What `pipeline` makes of `tokens` tokens; `itemsize` = bytes of one exact value. The encoder's size is
-    the one that it declares. Raises BudgetError if the budget does not cover what the spec protects, InputError for no
-    token, or too many."""
+    the one that it declares. Raises BudgetError if a strict budget does not cover what the spec protects, InputError
+    for no token, or too many."""
     if not 1 <= tokens <= MOST_TOKENS:
         raise InputError(f"An estimate is made for 1 to {MOST_TOKENS} tokens, but got {tokens}.")
     spec, units = pipeline.spec, model.layers * model.kv_heads
     exact = 2 * model.head_dim * itemsize  # bytes of a key and a value
     valid = torch.ones(1, tokens, dtype=torch.bool)
     suffix = min(spec.protect.suffix, tokens)
-    regions = split_regions(valid, spec.protect, 0, suffix)
-    if (recent := fitted_recent(spec.budget, spec.protect, regions, model, itemsize)) is not None:
-        regions = split_regions(valid, spec.protect, 0, suffix, recent)
+    regions, _ = fitted_regions(valid, spec, model, itemsize, suffix=suffix)
     bits = pipeline.entry_bits(model, itemsize)
     body, _ = entry_budget(spec.budget, regions, model, itemsize, bits)
     body_tokens = int(regions.body.sum())
@@ -72,4 +72,5 @@ def estimate(pipeline: Pipeline, model: ModelInfo, itemsize: int, tokens: int) -
         ),
         tokens * units * exact,
         graded=len(pipeline.encoders) > 1,
+        short=bool(((regions.context > 0) & too_short(spec.budget, regions, model, itemsize)).any()),
     )

@@ -147,5 +147,10 @@ def _print_estimate(console: Console, size: Estimate) -> None:
         f"Ratio {tokens / entries:.2f} in entries, {size.full_bytes / size.bytes:.2f} in bytes, for one sequence, from "
         "declared sizes; the body's is an upper bound, buffers and offsets come on top. cache.report() measures."
     )
+    if size.short:
+        console.print(
+            "The budget is less than what is protected takes; that is kept all the same, and nothing else "
+            "(budget.strict: true makes it an error)."
+        )
     if size.graded:
         console.print("The body's entries are counted in the dearest grade; in cheaper ones the same bytes hold more.")

@@ -214,6 +214,7 @@ def _compressed(reference: Reference, observed: Prefill, pipeline: Pipeline) -> 
     """A compressed fork that has seen the prompt without its last token, and the milliseconds of compressing it."""
     runner, prompt = reference.runner, reference.example.prompt
     cache = observed.fork(pipeline, prompt.prefix_length, prompt.suffix_length - 1)
+    cache.ledger.aloud = False  # the records have its notes
     if not runner.agnostic:
         _, ms = runner.timed(cache.compress)
         return cache, ms

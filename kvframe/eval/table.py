@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvframe.eval.compare import FULL, Comparison
 from kvframe.eval.results import Record
+from kvframe.hf.remarks import NOTHING_DONE, TOO_SHORT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,6 +130,21 @@ def failure_lines(comparison: Comparison) -> list[str]:
     return [f"{names[fingerprint]} failed: {why}" for fingerprint, why in comparison.failures.items()]
 
 
+def short_lines(comparison: Comparison) -> list[str]:
+    """One sentence for each pipeline for whose budget prompts were too short."""
+    lines = []
+    for contender in comparison.contenders:
+        notes = [record.get("notes", []) for record in comparison.of(contender.fingerprint)]
+        short = sum(any(TOO_SHORT in note or NOTHING_DONE in note for note in some) for some in notes)
+        # Nothing was asked for at ratio 1.
+        if short and contender.pipeline.spec.budget.ratio != 1:
+            lines.append(
+                f"{contender.label} {contender.budget}: {short} of {len(notes)} prompts were too short for the budget, "
+                "so more is kept of them than was asked for."
+            )
+    return lines
+
+
 def print_table(comparison: Comparison, console: Console) -> None:
     """Print the table; on a terminal that is too narrow it is as wide as its numbers need."""
     from rich import box
@@ -150,7 +166,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
     console.width = width
     for line in rows.legend:
         console.print(Text(line, style="dim"))
-    for line in failure_lines(comparison):
+    for line in (*short_lines(comparison), *failure_lines(comparison)):
         console.print(Text(line, style="red"))
 
 
@@ -160,7 +176,7 @@ def markdown(comparison: Comparison) -> str:
     align = ["---" if name == "spec" else "---:" for name in rows.columns]
     lines = ["# Comparison", "", f"{header_of(comparison)}.", ""]
     lines += ["| " + " | ".join(cells) + " |" for cells in (rows.columns, align, *rows.cells)]
-    lines += ["", *(f"- {line}" for line in rows.legend)]
+    lines += ["", *(f"- {line}" for line in (*rows.legend, *short_lines(comparison)))]
     if failures := failure_lines(comparison):
         lines += ["", "## Failed", "", *(f"- {line}" for line in failures)]
     versions = comparison.records[0]["versions"] if comparison.records else {}

@@ -20,20 +20,20 @@ from kvframe.arguments import whole_number
 from kvframe.budget import Lengths, Regions, checked_lengths
 from kvframe.contracts import blaming
 from kvframe.errors import InputError, ModelError
-from kvframe.hf import masks, rows
+from kvframe.hf import masks, remarks, rows
 from kvframe.hf.attention import use_kvframe_attention
 from kvframe.hf.columns import Columns
 from kvframe.hf.devices import finish
 from kvframe.hf.info import attention_modules, model_info
 from kvframe.hf.layer import CompressedLayer
 from kvframe.hf.ledger import Ledger
-from kvframe.hf.protected import full_rows, regions_now
+from kvframe.hf.protected import full_rows, regions_now, uncompressed
 from kvframe.hf.watch import Watch
+from kvframe.hf.width import choose_width
 from kvframe.plain import held_tensors
 from kvframe.ragged import append_part
 from kvframe.regroup import regroup_parts
 from kvframe.report import CacheReport
-from kvframe.split import attention_error, differences
 from kvframe.types import Needs, Observation
 
 if TYPE_CHECKING:
@@ -175,8 +175,9 @@ class CompressedCache(Cache):
     ) -> Tensor:
         """Read a prompt `input_ids [B, T]` chunk by chunk, compressing between the chunks, so that what is held at most
         is the compressed cache and one chunk. Later chunks attend what is kept of the earlier ones, so the result
-        differs from that of the prompt read whole. The last chunk waits, and is compressed before the answer's first
-        token. `attention_mask [B, T]` marks padding. Returns the logits `[B, V]` of the last column.
+        differs from that of the prompt read whole. The last chunk waits for the question, and is compressed before the
+        answer's first token, or by `compress()`. `attention_mask [B, T]` marks padding. Returns the logits `[B, V]` of
+        the last column.
 
         Raises InputError for an allocator or a budget that must see the whole prompt, or a chunk below 1."""
         from kvframe.hf.chunks import read_in_chunks
@@ -221,52 +222,36 @@ class CompressedCache(Cache):
                     "kept; set decode.flush, which compresses an answer as it is written."
                 )
             if len(self.pipeline.variants) > 1:
-                self._choose_width(regions, itemsize, prompt)
+                choose_width(self, regions, itemsize, prompt)
+            fresh = self.states is None
             bits = self.pipeline.entry_bits(self.info, itemsize)
             # What comes later, or a few tokens at a time, joins blocks that are there, and fills them.
-            block = self.pipeline.paid_block if prompt and self.states is None else 1
-            budget, total = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits, prompt, block)
+            block = self.pipeline.paid_block if prompt and fresh else 1
+            share = self.ledger.budget(spec.budget, regions, self.info, itemsize, bits, prompt, block)
             held = [layer.parts for layer in self.compressed_layers]
             limit = None
             if spec.allocator.regroups and not first:
-                limit, total = self.ledger.body_budget(spec.budget, regions, self.info, itemsize, bits, held)
                 # A block may come in with what the whole body may hold: which of it stays is decided over all.
-                budget = torch.minimum(limit, regions.body.sum(1) * self.info.layers * self.info.kv_heads)
+                limit, share = self.ledger.body_budget(spec.budget, regions, self.info, itemsize, bits, held, share)
             observation = self.observe(regions, self.pipeline.needs)
-            result = self.pipeline.run(observation, budget, regions.sinks, self.states, self.bound, block)
+            result = self.pipeline.run(observation, share.body, regions.sinks, self.states, self.bound, block)
             with blaming(spec.encoder):
                 parts = [reduce(append_part, new, old) for old, new in zip(held, result.parts, strict=True)]
             removed = None
             if limit is not None:
                 parts, removed = regroup_parts(parts, spec.allocator, self.info, limit)
             self._adopt(replace(result, parts=tuple(parts)), regions, reading is not None)
-            for note in result.plan.notes:
-                self.ledger.note(note)
+            if reading is None:
+                remarks.on_compression(self, regions, prompt, itemsize, fresh)
             finish(layer.recent.keys.device for layer in self.compressed_layers)
-            self.ledger.book(result.plan, regions, self.info, total, time.perf_counter() - begin, removed)
+            self.ledger.book(result.plan, regions, self.info, share, time.perf_counter() - begin, removed)
         elif reading is None:
             if first:
-                self.ledger.note_nothing(self.valid)
+                remarks.on_nothing(self, regions, itemsize)
             if spec.decode.flush is None:  # as for rows that wait beside others
                 for layer in self.compressed_layers:
                     layer.keep_watched(0)
         self.pending = False
-
-    def _choose_width(self, regions: Regions, itemsize: int, prompt: bool) -> None:
-        """Go on with the encoder's width with which attention errs least. Costs one compression a width."""
-        observation, errors = self.observe(regions, self.pipeline.needs), []
-        variants = self.pipeline.variants
-        for variant, bound in zip(variants, self.bound, strict=True):
-            bits = variant.entry_bits(self.info, itemsize)
-            block = variant.paid_block if prompt else 1
-            budget, _ = self.ledger.budget(variant.spec.budget, regions, self.info, itemsize, bits, prompt, block)
-            made = variant.run(observation, budget, regions.sinks, None, bound, block)
-            with blaming(self.kernel, variant.spec.encoder):
-                errors.append(attention_error(observation, regions, made.parts, self.kernel))
-        best = min(range(len(errors)), key=errors.__getitem__)
-        said = differences([variant.spec.encoder for variant in variants])
-        self.ledger.note(f"of {len(variants)} widths of the encoder attention errs least with {said[best]}")
-        self.pipeline, self.bound = variants[best], self.bound[best]
 
     def observe(self, regions: Regions, needs: Needs) -> Observation:
         """What was seen of the exact tokens, cut down to what is needed, each layer on its device; see `gathered`."""
@@ -309,8 +294,9 @@ class CompressedCache(Cache):
             # What comes from an artefact belongs to the model; what was fitted on the prompt, to this cache.
             list(held_tensors(self.states)) if self.bound is None else [],
             self.valid,
+            uncompressed(self),
             len(self.layers),
-            self.pipeline.spec.budget.asked_bytes,
+            self.pipeline.spec.budget,
         )
 
     def fork(self) -> CompressedCache:
@@ -355,7 +341,8 @@ class CompressedCache(Cache):
     def save(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write all that the cache holds to a file, whole or not at all; `kvframe.load_cache` reads it. With the
         `tokenizer`, loading checks that too. What an encoder took from a calibration is not written, only its hash.
-        Raises InputError for a cache that has seen nothing, or a file that cannot be written."""
+        A prompt that waits is written as it is, which the log says; `compress()` before makes the file small. Raises
+        InputError for a cache that has seen nothing, or a file that cannot be written."""
         from kvframe.hf.saved import save
 
         save(self, path, tokenizer)

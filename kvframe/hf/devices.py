@@ -79,7 +79,7 @@ def move(cache: CompressedCache, device: torch.device) -> None:
         cache.bound = on(cache.bound, home)
     cache.watch.to(home)
     cache.columns.to(home)
-    for name in ("tokens", "begun", "context", "allowed", "kept"):
+    for name in ("tokens", "begun", "context", "allowed", "kept", "owed"):
         setattr(cache.ledger, name, on(getattr(cache.ledger, name), home))
     for name in ("valid", "positions", "recent_validity_bias"):
         setattr(cache, name, on(getattr(cache, name), home))

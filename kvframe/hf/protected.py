@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvframe.budget import Lengths, Regions, fitted_recent, row_lengths, split_regions, too_short
+from kvframe.budget import Lengths, Regions, fitted_regions, row_lengths, split_regions, too_short
 
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
@@ -25,21 +25,31 @@ def regions_now(
     whole = prompt and bool(begins.all())
     suffix = suffix_length if whole else _clamped(suffix_length, valid)
     prefix = cache.prefix_length if reading is None else _clamped(cache.prefix_length, valid)
+    if prompt and reading is None:
+        regions, recent = fitted_regions(valid, spec, cache.info, itemsize, prefix, suffix, begins)
+        if recent is not None:
+            cache.ledger.note(f"the budget is small: the recent window was shortened to {int(recent.min())} tokens")
+        # A row that is no longer than what is protected stays as it is, as it would alone.
+        return regions.postponed(begins & ~regions.body.any(1))
     regions = split_regions(valid, spec.protect, prefix, suffix, None, begins)
     if reading is not None:
-        bits = cache.pipeline.entry_bits(cache.info, itemsize)
-        short = begins & too_short(spec.budget, regions, cache.info, itemsize, bits)
+        short = begins & too_short(spec.budget, regions, cache.info, itemsize)
         return regions.postponed(short | (valid.sum(1) < spec.protect.recent + reading))
-    if not prompt and spec.decode.flush is not None:
-        return regions.postponed(~full_rows(cache, valid, spec.decode.flush))
-    recent = fitted_recent(spec.budget, spec.protect, regions, cache.info, itemsize) if prompt else None
-    if recent is not None:
-        recent = torch.where(begins, recent, spec.protect.recent)
-        if int(recent.min()) < spec.protect.recent:
-            regions = split_regions(valid, spec.protect, prefix, suffix, recent, begins)
-            cache.ledger.note(f"the budget is small: the recent window was shortened to {int(recent.min())} tokens")
-    # A row that is no longer than what is protected stays as it is, as it would alone.
-    return regions.postponed(begins & ~regions.body.any(1))
+    waits = begins & ~regions.body.any(1) if spec.decode.flush is None else ~full_rows(cache, valid, spec.decode.flush)
+    return regions.postponed(waits)
+
+
+def uncompressed(cache: CompressedCache) -> tuple[Tensor, Tensor]:
+    """Tokens of a prompt that was not compressed yet, int64 `[B]` each: those that the books will count, and those of
+    them that wait to be compressed and not to be kept exactly."""
+    if (valid := cache.valid) is None:
+        return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    begins, prefix = cache.ledger.begins(valid), _clamped(cache.prefix_length, valid)
+    # A report may be asked for before the question, or more of the prefix, has come.
+    suffix = torch.minimum(_clamped(cache.suffix_length, valid), valid.sum(1).cpu() - prefix)
+    regions = split_regions(valid, cache.pipeline.spec.protect, prefix, suffix, None, begins)
+    waiting = regions.body.sum(1) * cache.pending
+    return torch.where(begins & (waiting > 0), regions.context, waiting), waiting
 
 
 def full_rows(cache: CompressedCache, valid: Tensor, flush: int) -> Tensor:

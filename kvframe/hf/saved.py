@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -21,6 +22,8 @@ from kvframe.artefact import rope_fingerprint, write_whole
 from kvframe.errors import InputError, KvframeError
 from kvframe.hf.info import layer_devices
 from kvframe.hf.layer import CompressedLayer
+from kvframe.hf.protected import uncompressed
+from kvframe.hf.remarks import on_waiting
 from kvframe.pipeline import Pipeline
 from kvframe.placement import on, spread
 from kvframe.plain import flatten, held_tensors, map_tensors, unflatten
@@ -30,10 +33,12 @@ from kvframe.types import Encoded, Part
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
 
+log = logging.getLogger("kvframe")
+
 # Counts up when what stands in the file changes.
 FORMAT = 1
 HEADER = "kvframe cache"
-BOOKS = ("compressions", "seconds", "tokens", "begun", "context", "allowed", "kept", "notes")
+BOOKS = ("compressions", "seconds", "tokens", "begun", "context", "allowed", "kept", "owed", "notes", "remarks")
 # What transformers' own layers of full or sliding attention hold beside keys and values.
 OTHER = ("cumulative_length", "is_initialized")
 
@@ -43,6 +48,8 @@ def save(cache: CompressedCache, path: str | Path, tokenizer: PreTrainedTokenize
     path = _checked(path, tokenizer)
     if cache.valid is None or cache.positions is None:
         raise InputError("There is nothing to save: the cache has not seen a prompt yet.")
+    for note in on_waiting(uncompressed(cache)[1]):
+        log.warning("Saved as it is: %s.", note)
     tensors: dict[str, Tensor] = {}
     layers = [
         _layer(layer, tensors) if isinstance(layer, CompressedLayer) else _other(layer, tensors)
@@ -65,7 +72,8 @@ def save(cache: CompressedCache, path: str | Path, tokenizer: PreTrainedTokenize
         "suffix": _plain_lengths(cache.suffix_length),
         "pending": cache.pending,
         # What an artefact gives is not written again; its hash says whether it is still the same.
-        "learned": digest(list(held_tensors(states))) if learned else "",
+        "learned": digest(list(held_tensors(list(cache.bound)))) if learned else "",
+        "fitted": cache.states is not None,
         "states": None if learned or not states else flatten(states, tensors, "state."),
     }
     tensors = _apart(tensors)
@@ -179,7 +187,7 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
                 "The saved cache was coded with another calibration than this one; load it where that calibration is, "
                 "or make it anew."
             )
-        cache.states = spread(cache.bound, own)
+        cache.states = spread(cache.bound, own) if header.get("fitted", True) else None
     elif header["states"] is not None:
         # Mapped tensors lie at odd addresses, where matrix products round differently.
         cache.states = spread(map_tensors(read(header["states"]), torch.clone), own)

@@ -122,8 +122,33 @@ def test_what_cannot_be_estimated():
     with pytest.raises(InputError, match="for 1 to 16777216 tokens, but got 0"):
         estimate(load("snapkv"), info, 4, 0)
     with pytest.raises(BudgetError, match="below its 36 protected tokens"):
-        estimate(load("snapkv"), info, 4, 60)
+        estimate(load("snapkv", {"budget.strict": True}), info, 4, 60)
     assert estimate(load("snapkv"), info, 4, 20).bytes == estimate(load("snapkv"), info, 4, 20).full_bytes
+
+
+@pytest.mark.parametrize(
+    "window", [{}, {"protect.recent_min": 3, "protect.recent_share": 0.5}], ids=["fixed", "shortened"]
+)
+def test_a_prompt_too_short_for_its_ratio_is_estimated_as_it_is_kept(window):
+    """Beside the cache itself, over lengths around what is protected."""
+    pipeline, model = (
+        load("snapkv", {"protect.sink": 2, "protect.recent": 6, "budget.ratio": 5, **window}),
+        tiny_model("llama"),
+    )
+    shorts = []
+    for tokens in (1, 7, 8, 9, 24, 25, 39, 40, 60):
+        size = estimate(pipeline, model_info(model), 4, tokens)
+        cache = pipeline.cache(model)
+        model(**batch([tokens]), cache=cache)
+        cache.compress()
+        report = cache.report()
+        wanted = round(3 * 2 * sum(region.entries for region in size.regions))
+        # SnapKV gives every head as many, so less than one for each may be left.
+        assert report.entries == wanted if size.short else wanted - 6 < report.entries <= wanted
+        assert any("too short" in note or "not longer than what" in note for note in report.notes) == size.short
+        assert ("less than what is protected takes" in said_of(pipeline, size)) == size.short
+        shorts.append(size.short)
+    assert shorts == [True] * 5 + [not window] * 2 + [False] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])

@@ -142,7 +142,7 @@ def test_a_name_that_came_to_mean_another_model_is_measured_again(model):
 
 def test_a_spec_that_fails_is_named_and_the_others_go_on(model, tokenizer, prose, tmp_path, top_k_file):
     broken = tmp_path / "greedy.yaml"
-    broken.write_text("protect: {recent: 300}\nbudget: {ratio: 8}\n")
+    broken.write_text("protect: {recent: 300}\nbudget: {ratio: 8, strict: true}\n")
     contenders = make_contenders([str(broken), str(top_k_file)])
     comparison = run(
         model, tokenizer, prose, tmp_path / "out", contenders, Settings("tiny", ("continuation",), 400, 2, 3)
@@ -221,3 +221,16 @@ def test_prompts_longer_than_the_model_reads(model, tokenizer, prose, tmp_path):
             make_contenders(["identity"]),
             Settings("tiny", ("continuation",), 1000, 1),
         )
+
+
+def test_prompts_too_short_for_a_ratio_are_measured_and_named(model, tokenizer, prose, tmp_path, top_k_file):
+    """What is kept of them is in the table; a strict budget fails as before."""
+    contenders = make_contenders(["identity", str(top_k_file)], [64.0])
+    done = run(model, tokenizer, prose, tmp_path, contenders)
+    assert not done.failures
+    line = "chunky 64x: 4 of 4 prompts were too short for the budget, so more is kept of them than was asked for."
+    assert f"- {line}" in markdown(done).splitlines()
+    assert all(1 < record["entry_ratio"] < 64 for record in done.of(contenders[1].fingerprint))
+    strict = make_contenders([str(top_k_file)], [64.0], {"budget.strict": True})
+    failed = run(model, tokenizer, prose, tmp_path, strict)
+    assert "protected tokens" in failed.failures[strict[0].fingerprint]

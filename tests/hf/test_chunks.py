@@ -57,6 +57,35 @@ def test_what_is_held_stays_below_a_chunk_and_the_budget(llama, overrides):
     assert heads[2].float().mean() <= 20 / 4
 
 
+def test_a_report_tells_what_is_held_while_a_chunk_waits(llama, tmp_path, caplog):
+    """Of 300 and 190 tokens the last 100 columns wait: the ratio counts them, the report and the log of a save say so,
+    and once they are compressed the file is as small as the ratio says."""
+    inputs, units = batch([300, 190]), 3 * 2
+    cache = kvframe.load("identity", TOP_K).cache(llama)
+    cache.prefill(llama, **inputs, chunk=100)
+    report = cache.report()
+    assert report.seen_entries == units * 490
+    # All that is held belongs to the context here, and nothing else does.
+    assert report.entry_ratio == pytest.approx(report.seen_entries / report.entries)
+    assert report.entry_ratio < 2.2
+    note = "100, 100 tokens wait uncompressed until the answer begins, or cache.compress() is called"
+    assert report.notes[-1] == note
+    assert f"entries held      {report.entries} of {report.seen_entries} over 3 layers" in str(report)
+    cache.save(tmp_path / "waiting")
+    assert [r.getMessage() for r in caplog.records if r.name == "kvframe"] == [f"Saved as it is: {note}."]
+    again = kvframe.load_cache(tmp_path / "waiting", llama).report()
+    assert (again.entry_ratio, again.notes) == (report.entry_ratio, report.notes)
+    caplog.clear()
+    cache.compress()
+    cache.save(tmp_path / "small")
+    assert not caplog.records
+    report = cache.report()
+    assert report.entry_ratio == pytest.approx(report.seen_entries / report.entries)
+    assert report.entry_ratio >= 4
+    assert not report.notes
+    assert (tmp_path / "small").stat().st_size < 0.6 * (tmp_path / "waiting").stat().st_size
+
+
 def test_sinks_are_kept_of_rows_that_begin_late(llama):
     inputs = batch([120, 33])
     cache = kvframe.load("identity", {**TOP_K, "scorer": "baselines.streaming"}).cache(llama)

@@ -266,7 +266,7 @@ def test_a_copy_goes_on_by_itself(llama):
 
 
 def test_a_failed_compression_is_tried_again_and_loses_nothing(llama):
-    cache = kvframe.load("identity", {**TOP_K, "budget.ratio": 16}).cache(llama)
+    cache = kvframe.load("identity", {**TOP_K, "budget.ratio": 16, "budget.strict": True}).cache(llama)
     llama(**batch([40]), cache=cache)
     for _ in range(2):
         with pytest.raises(BudgetError):

@@ -22,7 +22,7 @@ TOP_K = {"allocator": "top_k", "budget.ratio": 2, "scorer": {"name": "baselines.
 
 
 def test_budget_below_the_protected_tokens(llama):
-    cache = kvframe.load("identity", {**TOP_K, "budget.ratio": 16}).cache(llama)
+    cache = kvframe.load("identity", {**TOP_K, "budget.ratio": 16, "budget.strict": True}).cache(llama)
     llama(**batch([40]), cache=cache)
     with pytest.raises(BudgetError, match=r"row 0 .*7 protected tokens; lower budget.ratio"):
         cache.compress()

@@ -152,6 +152,18 @@ class DividesTheBudget(TopK):
         return super().allocate(observation, segments, scores, budget // count * count)
 
 
+class TokensForEach(TopK):
+    """Asks how many tokens come to each entry of a row, of which there may be none."""
+
+    name: Literal["broken.tokens_for_each"] = "broken.tokens_for_each"  # type: ignore[assignment]
+
+    def allocate(self, observation: Observation, segments: Segments, scores: Tensor, budget: Tensor) -> Plan:
+        """Return the best tokens."""
+        units = observation.shape[0] * observation.shape[2]
+        each = units * observation.body.sum(1) // budget
+        return super().allocate(observation, segments, scores, torch.where(each > 0, budget, 0))
+
+
 def forgetful() -> PipelineSpec:
     """A spec that forgets its budget when it is written down."""
 
@@ -185,6 +197,7 @@ _ALL_THAT_COMPRESS = (
     "decoding_steps_equal_one_block",
     "a_second_prompt_is_compressed",
     "tiny_prompts_are_served",
+    "too_short_prompts_keep_what_is_protected",
 )
 _ALL_THAT_COMPARE = (
     "full_budget_is_full_attention",
@@ -226,7 +239,10 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
         ),
     ),
     (_pipeline("scores-once", scorer=ScoresOnce()), ("a_reset_cache_is_as_new",)),
-    (_pipeline("scales-the-model", allocator=ScalesTheModel()), ("the_model_stays_as_it_was", *_ALL_THAT_COMPARE)),
+    (
+        _pipeline("scales-the-model", allocator=ScalesTheModel()),
+        ("the_model_stays_as_it_was", *_ALL_THAT_COMPARE, "too_short_prompts_keep_what_is_protected"),
+    ),
     (_pipeline("keeps-a-copy", encoder=KeepsACopy()), ("bytes_are_as_reported",)),
     # The pipeline refuses the plan, so nothing that compresses can be run.
     (_pipeline("rounds-up", allocator=RoundsUp()), ("budget_is_respected", *_ALL_THAT_COMPRESS)),
@@ -241,5 +257,9 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
         ("a_second_prompt_is_compressed", "turns_that_lose_nothing_are_one_prompt"),
     ),
     (Pipeline(unreadable(), "broken-unreadable"), ("a_saved_cache_goes_on", "survives_a_file")),
-    (_pipeline("divides-the-budget", allocator=DividesTheBudget()), ("tiny_prompts_are_served",)),
+    (
+        _pipeline("divides-the-budget", allocator=DividesTheBudget()),
+        ("tiny_prompts_are_served", "too_short_prompts_keep_what_is_protected"),
+    ),
+    (_pipeline("tokens-for-each", allocator=TokensForEach()), ("too_short_prompts_keep_what_is_protected",)),
 )

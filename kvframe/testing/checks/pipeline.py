@@ -19,7 +19,7 @@ from kvframe.testing.case import first_difference
 from kvframe.testing.law import expect, law
 from kvframe.testing.models import HIDDEN, LAYERS
 from kvframe.testing.numerics import logits_tolerance
-from kvframe.testing.session import FLUSH, Batch, Session, batches, small
+from kvframe.testing.session import FLUSH, RECENT, SINK, Batch, Session, batches, small
 from kvframe.types import storage_bytes
 
 # What is not the cache's memory: its books, the model, the stages, and what an encoder learned once.
@@ -229,7 +229,8 @@ def _within(session: Session, suffix: int) -> None:
     total = total_entries(
         spec.budget, units * context, units * charged, held_by.info, itemsize, bits(held_by.info, itemsize)
     )
-    allowed = total + units * suffix
+    # What is protected is kept even if it costs more.
+    allowed = total.maximum(units * charged) + units * suffix
     found = f"{held.tolist()}"
     expect((held <= allowed + 1e-6).all(), f"at most {allowed.tolist()} for {context.tolist()} tokens", found)
 
@@ -303,3 +304,33 @@ def tiny_prompts_are_served(pipeline: Pipeline, batch: Batch) -> None:
     if not pipeline.spec.allocator.keeps_all:
         _within(session, 0)
     expect(session.answer(2).isfinite().all(), "finite logits", "inf or NaN")
+
+
+def _with_short_ones(pipeline: Pipeline) -> Any:
+    edge = SINK + RECENT
+    short = st.lists(st.sampled_from([1, edge - 1, edge, edge + 1, 3 * edge]), min_size=2, max_size=2)
+    # The last one is long enough at a ratio of 16, so that stages have something to do.
+    return st.builds(Batch, short.map(lambda some: (*some, 16 * edge + 7)), st.integers(0, 999))
+
+
+@law("pipeline", _with_short_ones, applies=_spending, weight=0.1)
+def too_short_prompts_keep_what_is_protected(pipeline: Pipeline, batch: Batch) -> None:
+    """A prompt whose protected tokens cost more than its budget keeps them, at most what it has, and nothing else: no
+    error, the logits that it gives alone, and a note."""
+    edge = SINK + RECENT
+    pipeline = small(
+        pipeline,
+        protect=Protect(sink=SINK, recent=RECENT),
+        budget=Budget(ratio=16, of="bytes" if len(pipeline.encoders) > 1 else "entries"),
+        decode=Decode(),
+    )
+    session = Session(pipeline, batch)
+    report, units = session.cache.report(), session.cache.info.layers * session.cache.info.kv_heads
+    expect(any("too short" in n for n in report.notes), "a note that rows are too short", str(report.notes))
+    together = session.answer(2)
+    for row, length in enumerate(batch.lengths[:-1]):
+        alone = Session(pipeline, batch.alone(row))
+        held, kept = alone.cache.report().entries, units * min(length, edge)
+        expect(held == kept, f"{kept} entries of the {units * length} of row {row}", str(held))
+        wanted = alone.answer(2)
+        _same(together[row : row + 1], wanted, _tolerance(wanted, batch), f"of row {row} what it gives alone")

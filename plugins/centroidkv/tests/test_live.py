@@ -69,8 +69,9 @@ def test_prompts_shorter_than_a_chunk_or_than_what_is_protected(spec, llama, pro
     pipeline = kvframe.load(spec, {"protect.recent": 3, "protect.sink": 2, "budget.ratio": 1.5})
     for lengths in ([9], [9, 3], [1]):
         assert generate(llama, prompts(lengths), pipeline.cache(llama), 6).shape == (len(lengths), 6)
+    strict = kvframe.load(spec, {**SMALL, "budget.ratio": 4, "budget.strict": True})
     with pytest.raises(BudgetError, match="below its 5 protected tokens"):
-        generate(llama, prompts([9]), kvframe.load(spec, {**SMALL, "budget.ratio": 4}).cache(llama))
+        generate(llama, prompts([9]), strict.cache(llama))
 
 
 @pytest.mark.parametrize("ratio", [2, 4])

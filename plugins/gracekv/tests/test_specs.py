@@ -137,7 +137,7 @@ def test_bad_input_is_one_sentence(model):
     with pytest.raises(InputError, match="suffix_length 40 exceed the 30 tokens"):
         generate(model, inputs, pipeline, suffix_length=40)
     with pytest.raises(BudgetError, match=r"below its 6 protected tokens; lower budget\.ratio"):
-        generate(model, inputs, kvframe.load("gracekv", {**SMALL, "budget.ratio": 20}))
+        generate(model, inputs, kvframe.load("gracekv", {**SMALL, "budget.ratio": 20, "budget.strict": True}))
     _, cache = generate(model, inputs, kvframe.load("gracekv", {**SMALL, "budget.ratio": 5}))
     assert "the budget is small: the recent window was shortened to 4 tokens" in cache.report().notes
     short, cache = generate(model, batch([9]), kvframe.load("gracekv", {**SMALL, "budget.ratio": 1.2}))
