@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvframe.arguments import expect
 from kvframe.errors import InputError
+from kvframe.hf.continuing import goes_on
 
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
@@ -48,6 +49,11 @@ def read_in_chunks(
     cuts = [tokens * piece // pieces for piece in range(pieces + 1)]
     if pieces > 1:
         cache.check_reading()
+        if not goes_on(model):
+            raise InputError(
+                f"The recurrent layers of {type(model).__name__} cannot go on from their state with several tokens at "
+                "once, so a prompt must be read whole; call the model with the whole prompt, or raise chunk."
+            )
     for begin, end in pairwise(cuts):
         if begin:
             cache.compress_waiting()
