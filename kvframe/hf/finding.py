@@ -49,9 +49,11 @@ def compressible_layers(model: PreTrainedModel) -> tuple[int, ...]:
     found = tuple(i for i, layer in enumerate(layers) if type(layer) in COMPRESSIBLE)
     if not found:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+        slides = any(getattr(layer, "is_sliding", False) for layer in layers)
+        remedy = "if the model allows it, set config.sliding_window = None before loading"
         raise ModelError(
             f"{type(model).__name__} has no layer with full attention (its cache layers are: {kinds}), so nothing "
-            "can be compressed; if the model allows it, set config.sliding_window = None before loading."
+            f"can be compressed; {remedy if slides else 'use a model that has some'}."
         )
     return found
 

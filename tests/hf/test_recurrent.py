@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
-from hybrids import BEGIN_ANEW, SERVED, hybrid_model
+from hybrids import BEGIN_ANEW, REFUSED, SERVED, hybrid_model
 from tiny import batch, greedy, row_of
 from transformers import DynamicCache
 
 import kvframe
-from kvframe.errors import InputError
+from kvframe.errors import InputError, ModelError
 from kvframe.types import storage_bytes
 
 SMALL = {"protect.recent": 5, "protect.sink": 2}
 TOP_K = {"allocator": "top_k", "budget.ratio": 2, "scorer": {"name": "baselines.snapkv", "window": 7}, **SMALL}
-SPECS = {
-    "snapkv": TOP_K,
-    "flush": {**TOP_K, "allocator": "baselines.ada", "decode.flush": 4},
-    "int8": {**TOP_K, "encoder": "int8"},
-    "merged": {**TOP_K, "segmenter": "chunks", "allocator": "centroidkv.soft_matching"},
-    "watched": {**TOP_K, "segmenter": "gracekv.curvature"},
-}
+FLUSH = {**TOP_K, "allocator": "baselines.ada", "decode.flush": 4}
 PLAIN = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
 
 
+# Their decoders keep positions to themselves.
+LISTENED_TO = ["granite4", "granite4_rope", "zamba", "zaya"]
 MODES = ["compressed", "waiting"]
 
 
@@ -80,7 +77,7 @@ def test_identity_gives_the_tokens_of_the_stock_cache(name):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_identity_is_as_near_to_the_model_in_bfloat16_as_the_stock_cache(name):
-    model, inputs, tokens = hybrid_model(name).bfloat16(), batch([33, 18]), some_tokens(2)
+    model, inputs, tokens = copy.deepcopy(hybrid_model(name)).bfloat16(), batch([33, 18]), some_tokens(2)
     exact = copy.deepcopy(model).float()
     expected = answers(exact, DynamicCache(config=model.config), inputs, tokens)
     stock, own = DynamicCache(config=model.config), kvframe.load("identity", SMALL).cache(model)
@@ -89,14 +86,13 @@ def test_identity_is_as_near_to_the_model_in_bfloat16_as_the_stock_cache(name):
     assert errors[0] <= 2 * errors[1]
 
 
-@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", SERVED)
-def test_a_row_in_a_padded_batch_goes_on_as_alone(name, spec):
+def test_a_row_in_a_padded_batch_goes_on_as_alone(name):
     model, inputs, tokens = hybrid_model(name), batch([41, 28, 23]), some_tokens(3)
-    logits = steps(model, prompted(model, SPECS[spec], inputs), inputs, tokens)
+    logits = steps(model, prompted(model, FLUSH, inputs), inputs, tokens)
     for row in range(3):
         one = row_of(inputs, row)
-        alone = prompted(model, SPECS[spec], one)
+        alone = prompted(model, FLUSH, one)
         assert alike(logits[row : row + 1], steps(model, alone, one, tokens[row : row + 1]))
         assert alone.report().entry_ratio > 1.5
 
@@ -105,7 +101,7 @@ def test_a_row_in_a_padded_batch_goes_on_as_alone(name, spec):
 @pytest.mark.parametrize("name", SERVED)
 def test_a_loaded_cache_goes_on_as_the_saved_one(tmp_path, name, compressed):
     model, inputs, tokens, path = hybrid_model(name), batch([41, 28]), some_tokens(2), tmp_path / "cache.safetensors"
-    cache = prompted(model, SPECS["flush"], inputs, compressed)
+    cache = prompted(model, FLUSH, inputs, compressed)
     cache.save(path)
     written = path.read_bytes()
     first, second = (kvframe.load_cache(path, model) for _ in range(2))
@@ -119,7 +115,7 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(tmp_path, name, compressed):
 @pytest.mark.parametrize("name", SERVED)
 def test_forks_and_moved_caches_go_on_alike_and_leave_each_other_alone(name, compressed):
     model, inputs, tokens = hybrid_model(name), batch([41, 28]), some_tokens(2)
-    cache = prompted(model, SPECS["flush"], inputs, compressed)
+    cache = prompted(model, FLUSH, inputs, compressed)
     forks = [cache.fork(), copy.deepcopy(cache), cache.fork().to("cpu")]
     expected = steps(model, cache, inputs, tokens)
     for fork in forks:
@@ -132,7 +128,7 @@ def test_forks_and_moved_caches_go_on_alike_and_leave_each_other_alone(name, com
 @pytest.mark.parametrize("name", SERVED)
 def test_picked_and_multiplied_rows_go_on_as_they_were(name, compressed):
     model, inputs, tokens = hybrid_model(name), batch([41, 28, 23]), some_tokens(3)
-    cache = prompted(model, SPECS["flush"], inputs, compressed)
+    cache = prompted(model, FLUSH, inputs, compressed)
     picked, thrice = cache.select([2, 0]), cache.select([1])
     thrice.batch_repeat_interleave(3)
     expected = steps(model, cache, inputs, tokens)
@@ -144,11 +140,11 @@ def test_picked_and_multiplied_rows_go_on_as_they_were(name, compressed):
 @pytest.mark.parametrize("name", SERVED)
 def test_a_reset_cache_begins_anew_with_another_batch(name):
     model, inputs, tokens = hybrid_model(name), batch([26]), some_tokens(1)
-    cache = prompted(model, SPECS["flush"], batch([41, 28, 23]))
+    cache = prompted(model, FLUSH, batch([41, 28, 23]))
     steps(model, cache, batch([41, 28, 23]), some_tokens(3))
     cache.reset()
     read(model, cache, inputs)
-    expected = steps(model, prompted(model, SPECS["flush"], inputs), inputs, tokens)
+    expected = steps(model, prompted(model, FLUSH, inputs), inputs, tokens)
     assert torch.equal(steps(model, cache, inputs, tokens), expected)
 
 
@@ -198,7 +194,7 @@ def test_the_report_counts_what_is_compressed(name):
     model, inputs = hybrid_model(name), batch([41, 28])
     stock = DynamicCache(config=model.config)
     read(model, stock, inputs)
-    cache = prompted(model, SPECS["snapkv"], inputs)
+    cache = prompted(model, TOP_K, inputs)
     report = cache.report()
     full = [stock.layers[layer.layer] for layer in report.layers]
     assert report.full_bytes == sum(t.numel() * t.element_size() for layer in full for t in (layer.keys, layer.values))
@@ -211,7 +207,7 @@ def test_the_report_counts_what_is_compressed(name):
 @pytest.mark.parametrize("name", SERVED)
 def test_tokens_are_taken_back_where_transformers_can(name):
     model, inputs, tokens = hybrid_model(name), batch([41]), some_tokens(1)
-    cache = prompted(model, SPECS["snapkv"], inputs)
+    cache = prompted(model, TOP_K, inputs)
     steps(model, cache, inputs, tokens[:, :1])
     kept = cache.fork()
     if cache.is_croppable:
@@ -228,3 +224,39 @@ def test_tokens_are_taken_back_where_transformers_can(name):
     assert torch.equal(steps(model, cache, {"attention_mask": torch.ones(1, 42)}, tokens[:, 1:]), expected)
     with pytest.raises(ValueError, match="stateful models"):
         model.generate(**inputs, cache=kvframe.load("identity").cache(model), prompt_lookup_num_tokens=3, **PLAIN)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_says_so_when_a_cache_is_made(name):
+    model = hybrid_model(name)
+    with pytest.raises(ModelError, match=f"^{type(model).__name__} .*{REFUSED[name]}"):
+        kvframe.load("identity").cache(model)
+
+
+@pytest.mark.parametrize("name", LISTENED_TO)
+def test_positions_are_those_that_the_decoder_was_told(name):
+    model, ids = hybrid_model(name), batch([20])["input_ids"]
+    told = torch.arange(20)[None] + torch.arange(20)[None].ge(9) * 31
+    cache = kvframe.load("identity", SMALL).cache(model)
+    model(ids, position_ids=told, cache=cache)
+    assert torch.equal(cache.positions, told)
+    # Another cache in between, and a decoder that is told nothing.
+    model(ids, position_ids=told + 5, cache=DynamicCache(config=model.config))
+    model(ids[:, :4], cache=cache)
+    assert torch.equal(cache.positions[:, 20:], torch.arange(20, 24)[None])
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_nothing_stays_on_the_model(name):
+    model = hybrid_model(name)
+    gc.collect()
+
+    def hooks():
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+    before, cache = hooks(), prompted(model, TOP_K, batch([20]))
+    # Only a decoder that keeps positions to itself is listened to.
+    assert hooks() - before == (name in LISTENED_TO)
+    del cache
+    gc.collect()
+    assert hooks() == before
