@@ -49,11 +49,11 @@ def read_in_chunks(
     cuts = [tokens * piece // pieces for piece in range(pieces + 1)]
     if pieces > 1:
         cache.check_reading()
-        if not goes_on(model):
-            raise InputError(
-                f"The recurrent layers of {type(model).__name__} cannot go on from their state with several tokens at "
-                "once, so a prompt must be read whole; call the model with the whole prompt, or raise chunk."
-            )
+    if (pieces > 1 or (past and tokens > 1)) and not goes_on(model):
+        raise InputError(
+            f"The recurrent layers of {type(model).__name__} cannot go on from their state with several tokens at "
+            "once, so all of a prompt must be read in one piece; raise chunk, and give context and question together."
+        )
     for begin, end in pairwise(cuts):
         if begin:
             cache.compress_waiting()

@@ -182,6 +182,8 @@ def test_a_model_that_begins_anew_with_each_piece_is_not_read_in_chunks(name):
         cache.prefill(model, **inputs, chunk=8)
     expected = read(model, DynamicCache(config=model.config), inputs)
     assert alike(cache.prefill(model, **inputs)[:, None], expected)
+    with pytest.raises(InputError, match="give context and question together"):
+        cache.prefill(model, inputs["input_ids"][:, :4])
     # Or else there is nothing to refuse.
     stock = DynamicCache(config=model.config)
     for piece in inputs["input_ids"].split(8, 1):
