@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from kvframe.errors import ModelError
+from kvframe.hf.probe import unwrapped
 from kvframe.hf.projections import output_projection
 
 # Full attention, alone or beside something that recurs. Whatever else a layer may be bounds its memory itself.
@@ -19,6 +20,7 @@ COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a model that holds its layers: itself if there is nothing around it."""
+    model = unwrapped(model)
     found = model.get_decoder()
     # Some models have no such method of their own, and what transformers finds by name is then the model, or its head.
     if isinstance(found, PreTrainedModel) and found is not model:
@@ -85,7 +87,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _own_cache(model: PreTrainedModel) -> str:
     """The name of the cache class that comes with a model's own code; "" if none does."""
-    home = type(model).__module__
+    home = type(unwrapped(model)).__module__
     beside = vars(sys.modules[home]).values()
     found = (kind for kind in beside if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == home)
     return next((kind.__name__ for kind in found), "")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvframe.errors import ModelError
 from kvframe.hf.finding import decoder_of
+from kvframe.hf.probe import unwrapped
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -42,7 +43,7 @@ def logits_of(model: PreTrainedModel, output: Any, states: Tensor, tokens: Tenso
 def decoder_path(model: PreTrainedModel) -> list[str]:
     """The names that lead from a model to its decoder. Raises ModelError for a decoder that has nothing around it."""
     decoder = decoder_of(model)
-    path = next((name for name, module in model.named_modules() if module is decoder), "")
+    path = next((name for name, module in unwrapped(model).named_modules() if module is decoder), "")
     if not path:
         raise ModelError(
             f"{type(model).__name__} has no head that gives logits, but a stage needs the surprisal of tokens; use the "
@@ -54,7 +55,7 @@ def decoder_path(model: PreTrainedModel) -> list[str]:
 def _with_decoder_giving(model: PreTrainedModel, output: Any) -> Any:
     """A model that shares all with `model` but its decoder, which does nothing and gives `output`. `model` is not
     touched, so that it can be called at the same time."""
-    shell = inner = _apart(model)
+    shell = inner = _apart(unwrapped(model))
     for name in decoder_path(model):
         inner._modules[name] = inner = _apart(inner._modules[name])
     inner.forward = lambda *args, **kwargs: output
