@@ -120,6 +120,27 @@ def check_seen(model):
     SEEN.clear()
 
 
+class Wrapper(torch.nn.Module):
+    """Passes on what it is asked for, as PEFT's wrappers do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_stages_see_the_surprisal_of_a_model_in_a_wrapper():
+    check_seen(Wrapper(headed_model(*HEADS["a divisor"])))
+
+
 def test_nobody_hears_of_it_and_nothing_is_left(llama):
     heard = []
     hook = llama.register_forward_hook(lambda *args: heard.append(args))
