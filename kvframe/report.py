@@ -31,7 +31,7 @@ class CacheReport:
         byte_ratio: full_bytes / bytes.
         compress_seconds: time spent compressing.
         layers: one LayerReport per compressed layer.
-        other_layers: layers left to transformers (sliding window, linear).
+        other_layers: layers left to transformers (sliding window, recurrent).
         notes: what the user should know, e.g. why nothing was compressed.
         asked_bytes: what a budget of bytes asked for, e.g. "8" (times fewer) or "64.0MiB"; "" for one of entries.
         asked_entries: what a budget of entries asked for, e.g. "4.00" (times fewer) or "64 a head"; "" = one of bytes.
@@ -76,7 +76,7 @@ class CacheReport:
             f"compression       {self.compress_seconds * 1000:.1f} ms",
         ]
         if self.other_layers:
-            lines.append(f"left as they are  {self.other_layers} layers (sliding window or linear)")
+            lines.append(f"left as they are  {self.other_layers} layers (sliding window or recurrent)")
         return "\n".join([*lines, *(f"note              {note}" for note in self.notes)])
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from kvframe.arguments import whole_number
 from kvframe.budget import Lengths, Regions, checked_lengths
@@ -24,10 +24,13 @@ from kvframe.hf import masks, remarks, rows
 from kvframe.hf.attention import use_kvframe_attention
 from kvframe.hf.columns import Columns
 from kvframe.hf.devices import finish
-from kvframe.hf.info import attention_modules, model_info
+from kvframe.hf.finding import attention_modules, fresh_layers
+from kvframe.hf.info import model_info
 from kvframe.hf.layer import CompressedLayer
 from kvframe.hf.ledger import Ledger
+from kvframe.hf.positions import Positions
 from kvframe.hf.protected import full_rows, regions_now, uncompressed
+from kvframe.hf.recurrent import compressed_layer, forget, own_layers
 from kvframe.hf.watch import Watch
 from kvframe.hf.width import choose_width
 from kvframe.plain import held_tensors
@@ -75,10 +78,10 @@ class CompressedCache(Cache):
         for name in ("prefix_length", "suffix_length"):
             checked_lengths(getattr(self, name), name)
         self.needs = pipeline.needs if needs is None else needs
-        self.compressed_layers = [CompressedLayer(self, self.needs) for _ in self.info.layer_ids]
-        layers: list[Any] = DynamicCache(config=model.config).layers
-        for index, layer in zip(self.info.layer_ids, self.compressed_layers, strict=True):
-            layers[index] = layer
+        layers = fresh_layers(model)
+        for index in self.info.layer_ids:
+            layers[index] = compressed_layer(self, self.needs, layers[index])
+        self.compressed_layers: list[CompressedLayer] = [layers[index] for index in self.info.layer_ids]
         super().__init__(layers=layers)
         self.ledger = Ledger()
         self.valid: Tensor | None = None  # bool [B, R], the recent columns that hold an exact token
@@ -93,6 +96,7 @@ class CompressedCache(Cache):
         self.states: Any = None
         self.watch = Watch(self.needs)
         self.watch.attach(model, self)
+        self._positions = Positions(model, self, self.info.layer_ids[0])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -128,7 +132,8 @@ class CompressedCache(Cache):
     def _before_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
         batch, _, length, _ = key_states.shape
         rows.check_step(self, batch)
-        answering = self.get_seq_length() > 0 and (length == 1 or (self.drafting and length <= DRAFTS))
+        seen = self.compressed_layers[0].seen  # layers before it have seen this step already
+        answering = seen > 0 and (length == 1 or (self.drafting and length <= DRAFTS))
         self.drafting = False
         if answering:
             self._between_steps()
@@ -141,15 +146,7 @@ class CompressedCache(Cache):
             # What was watched must be what was seen last, without a gap.
             for layer in self.compressed_layers:
                 layer.keep_watched(0)
-        position_ids = passed_on.get("position_ids")
-        if position_ids is None:
-            raise ModelError("The model passes no position_ids to its attention, so positions cannot be known.")
-        if position_ids.ndim != 2:
-            raise ModelError(
-                f"The model's position_ids have {position_ids.ndim} dimensions; kvframe knows one position a token, "
-                "[B, T]."
-            )
-        new = position_ids.expand(batch, length).to(key_states.device)
+        new = self._positions.of(passed_on, key_states, seen)
         self.positions = new if self.positions is None else torch.cat([self.positions, new], 1)
 
     def _between_steps(self) -> None:
@@ -295,7 +292,7 @@ class CompressedCache(Cache):
             list(held_tensors(self.states)) if self.bound is None else [],
             self.valid,
             uncompressed(self),
-            len(self.layers),
+            len(self.layers) - sum(self.is_dummy),
             self.pipeline.spec.budget,
         )
 
@@ -350,6 +347,8 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Forget everything, so that the cache can serve another prompt."""
         super().reset()
+        for own in own_layers(self.layers):
+            forget(own)
         self.pipeline, self.bound = self._open
         self.ledger, self.valid, self.positions, self.states = Ledger(), None, None, None
         self.columns, self.pending, self.drafting, self._awaited = Columns(), True, False, None

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvframe.arguments import expect
 from kvframe.errors import InputError
+from kvframe.hf.continuing import goes_on
 
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
@@ -48,6 +49,11 @@ def read_in_chunks(
         del cuts[1]
     if len(cuts) > 2:
         cache.check_reading()
+    if (len(cuts) > 2 or (past and tokens > 1)) and not goes_on(model):
+        raise InputError(
+            f"The recurrent layers of {type(model).__name__} cannot go on from their state with several tokens at "
+            "once, so all of a prompt must be read in one piece; raise chunk, and give context and question together."
+        )
     for begin, end in pairwise(cuts):
         if begin:
             cache.compress_waiting()

@@ -11,6 +11,8 @@ from kvframe.arguments import expect
 from kvframe.errors import InputError
 from kvframe.hf.info import layer_devices, model_info
 from kvframe.hf.layer import CompressedLayer
+from kvframe.hf.recurrent import move as move_own
+from kvframe.hf.recurrent import own_layers
 from kvframe.placement import on
 from kvframe.types import Part
 
@@ -67,9 +69,8 @@ def move(cache: CompressedCache, device: torch.device) -> None:
             layer.parts = tuple(_part(part, state_of(part.state, to), to) for part in layer.parts)
             for held in (layer.recent, layer.queries, layer.outputs):
                 held.to(to)
-        elif getattr(layer, "keys", None) is not None:
-            other: Any = layer
-            other.keys, other.values, other.device = on(other.keys, to), on(other.values, to), to
+        for own in own_layers([layer]):
+            move_own(own, to)
     if states is not None:
         own = (places.get(index, home) for index in cache.info.layer_ids)
         cache.states = [state_of(state, to) for state, to in zip(states, own, strict=True)]

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DummyLayer
 
 from kvframe.errors import ModelError
 from kvframe.hf.checkpoint import find_checkpoint, first_line
 from kvframe.hf.embedded import NAME, embedded_checkpoint
+from kvframe.hf.finding import fresh_layers
 from kvframe.hf.info import model_info
 from kvframe.types import ModelInfo
 
@@ -22,7 +24,7 @@ class Geometry:
     Attributes:
         info: of the layers that are compressed; its weights are not there.
         itemsize: bytes of one value in the dtype that the checkpoint names (fp32 if it names none).
-        other_layers: layers that transformers keeps itself (sliding window, linear).
+        other_layers: layers that transformers keeps itself (sliding window, recurrent).
     """
 
     info: ModelInfo
@@ -49,4 +51,5 @@ def read_geometry(name: str | Path) -> Geometry:
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     info = model_info(model)
-    return Geometry(info, dtype.itemsize, text.num_hidden_layers - info.layers)
+    holding = [not isinstance(layer, DummyLayer) for layer in fresh_layers(model)]
+    return Geometry(info, dtype.itemsize, sum(holding) - info.layers)

@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvframe.arguments import expect
 from kvframe.errors import ModelError
 from kvframe.hf import rotation
+from kvframe.hf.attention import UNSUPPORTED
+from kvframe.hf.finding import attention_by_layer, blocks_of, compressible_layers, fresh_layers
 from kvframe.hf.fingerprint import fingerprint
 from kvframe.hf.logits import shared_softcap, sinks_of
 from kvframe.hf.probe import Probe, Seen, probe, unwrapped
@@ -22,31 +23,6 @@ from kvframe.rope import Rope, of_layers
 from kvframe.types import ModelInfo
 
 T = TypeVar("T")
-
-
-def compressible_layers(model: PreTrainedModel) -> tuple[int, ...]:
-    """Indices of the layers with full attention. Sliding-window and linear layers bound their memory themselves.
-
-    Raises ModelError if there are none."""
-    layers = DynamicCache(config=model.config).layers
-    found = tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer)
-    if not found:
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
-        raise ModelError(
-            f"{type(model).__name__} has no layer with full attention (its cache layers are: {kinds}), so nothing "
-            "can be compressed; if the model allows it, set config.sliding_window = None before loading."
-        )
-    return found
-
-
-def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's attention modules."""
-    return [module for module in model.modules() if _is_attention(module)]
-
-
-def _is_attention(module: nn.Module) -> bool:
-    sized = any(hasattr(module, name) for name in ("head_dim", "head_size"))
-    return hasattr(module, "layer_idx") and sized and output_projection(module) is not None
 
 
 def model_info(model: PreTrainedModel) -> ModelInfo:
@@ -136,7 +112,7 @@ def _can_run(model: PreTrainedModel) -> bool:
 def _modules(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe | None) -> list[Any]:
     """The attention module of each layer. Raises ModelError if there is none, or its attention is shared or hidden."""
     if seen is None:
-        known: dict[int, Any] = {module.layer_idx: module for module in map(_any, attention_modules(model))}
+        known = attention_by_layer(model)
         missing = [layer for layer in layer_ids if layer not in known]
     else:
         known = {layer: one.module for layer, one in seen.near.items()}
@@ -144,7 +120,7 @@ def _modules(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe | N
     if missing:
         raise _unknown(model, f"layer {missing[0]} has no attention module that puts keys and values into a cache")
     if seen is not None:
-        kept = DynamicCache(config=model.config).layers
+        kept = fresh_layers(model)
         sharing = [i for i in seen.sharing if i >= len(kept) or type(kept[i]).__name__ == "DummyLayer"]
         if sharing:
             raise _unknown(
@@ -156,23 +132,20 @@ def _modules(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe | N
 
 
 def _check_told(model: PreTrainedModel, one: Seen, layer: int) -> None:
-    """Raise ModelError unless a layer's attention can be reached, and the position of each token is known in it."""
+    """Raise ModelError unless a layer's attention can be reached, is plain, and knows one position a token."""
     if one.told is None:
         raise _unknown(model, f"layer {layer} does not pass its attention arguments to cache.update")
     if one.module is None:
         raise _unknown(model, "it does not take its attention function from transformers' AttentionInterface")
+    for name in UNSUPPORTED:
+        if one.settings.get(name) is not None:
+            raise _unknown(model, f"layer {layer} gives its attention function a '{name}'")
     positions = one.told.get("position_ids")
-    if positions is None:
-        raise _unknown(model, "it passes no position_ids to its attention, so the positions of its keys are not known")
-    if positions.ndim != 2:
+    if positions is not None and positions.ndim != 2:
         raise _unknown(
             model,
             f"its position_ids have {positions.ndim} dimensions, where kvframe knows one position a token, [B, T]",
         )
-
-
-def _any(module: nn.Module) -> Any:
-    return module
 
 
 def _projection(model: PreTrainedModel, attention: Any, layer: int) -> nn.Module:
@@ -272,18 +245,17 @@ def _bias(attention: Any, name: str, one: Seen) -> Tensor | None:
 
 
 def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Where each layer with attention runs, by its index in the model."""
-    known: list[Any] = attention_modules(model)
-    return {module.layer_idx: _device(module) for module in known}
+    """Where each layer runs, by its index in the model."""
+    modules = {**dict(enumerate(blocks_of(model))), **attention_by_layer(model)}
+    return {index: _device(module) for index, module in modules.items()}
 
 
-def _device(module: Any) -> torch.device:
+def _device(module: nn.Module) -> torch.device:
     """Where a module runs: where its weights are, unless accelerate brings them elsewhere for the call."""
-    projection: Any = output_projection(module)
-    hooks = (getattr(part, "_hf_hook", None) for part in (module, projection))
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     device = next((found for hook in hooks if (found := getattr(hook, "execution_device", None)) is not None), None)
     if device is None:
-        tensors = [*projection.parameters(), *projection.buffers()]
+        tensors = [*(output_projection(module) or module).parameters(), *module.buffers()]
         return tensors[0].device if tensors else torch.device("cpu")
     # accelerate numbers GPUs; a name without a number is the current one, which tensors tell by its number.
     named = torch.device(f"cuda:{device}" if isinstance(device, int) else device)

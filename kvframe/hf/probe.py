@@ -155,7 +155,7 @@ def _noting(found: Watched, layer: int, name: str) -> Any:
     return hook
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: Any) -> Any:
     """The transformers model itself, which may stand in a wrapper such as PEFT's."""
     return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvframe.arguments import as_tensor, whole_number
 from kvframe.budget import row_lengths
 from kvframe.contracts import blaming
 from kvframe.errors import InputError
-from kvframe.hf.layer import CompressedLayer
+from kvframe.hf.recurrent import own_layers
 
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
@@ -63,8 +64,8 @@ def select(cache: CompressedCache, indices: Sequence[int] | Tensor) -> None:
         parts = [layer.picked(wanted) for layer in cache.compressed_layers]
     for layer, picked in zip(cache.compressed_layers, parts, strict=True):
         layer.select(rows, picked)
-    for other in others(cache):
-        other.batch_select_indices(rows.to(getattr(other, "device", rows.device)))
+    for own in own_layers(cache.layers):
+        own.reorder_cache(rows)
     cache.watch.select(rows)
     cache.ledger.select(rows)
     cache.columns.select(rows)
@@ -84,18 +85,14 @@ def crop(cache: CompressedCache, columns: int) -> None:
             f"crop can take off the last {exact} tokens, which are held exactly, but {columns} are asked for; what is "
             "compressed stays so. Raise protect.recent, or crop a fork made before the compression."
         )
-    for other in others(cache):
-        # Such a layer lets go of what its window has passed.
-        window = 0 if getattr(other, "record_past", True) else getattr(other, "sliding_window", 0)
-        if columns and window and other.get_seq_length() >= window:
-            raise InputError(
-                "Sliding-window layers cannot take tokens back once their window is full, unless they keep more: call "
-                "cache.activate_past_recording() before the tokens that may be taken off again."
-            )
+    for own in own_layers(cache.layers):
+        if columns:
+            _check_croppable(own)
     for layer in cache.compressed_layers:
         layer.drop_last(columns)
-    for other in others(cache):
-        other.crop(-columns)
+    for own in own_layers(cache.layers):
+        if columns or not isinstance(own, LinearAttentionCacheLayerMixin) or own.record_past:
+            own.crop(-columns)
     cache.drafting = True
     if columns and cache.valid is not None and cache.positions is not None:
         cache.watch.drop_last(columns)
@@ -105,6 +102,23 @@ def crop(cache: CompressedCache, columns: int) -> None:
         cache.note_validity()
 
 
-def others(cache: CompressedCache) -> list[Any]:
-    """The layers that are transformers' own."""
-    return [cast(Any, layer) for layer in cache.layers if not isinstance(layer, CompressedLayer)]
+def _check_croppable(own: Any) -> None:
+    """Raise InputError if one of transformers' own layers cannot take tokens back."""
+    recurs, recorded = isinstance(own, LinearAttentionCacheLayerMixin), getattr(own, "record_past", True)
+    if recurs and not own.is_croppable:
+        raise InputError(
+            "The recurrent layers of this model cannot take tokens back: their state is of all tokens together; go on "
+            "with a fork made before these tokens."
+        )
+    # Such a layer lets go of what its window, or its convolution, has passed.
+    window = getattr(own, "sliding_window", 0)
+    if not recorded and (recurs or (window and own.get_seq_length() >= window)):
+        kind = (
+            "Convolutions cannot take tokens back"
+            if recurs
+            else ("Sliding-window layers cannot take tokens back once their window is full")
+        )
+        raise InputError(
+            f"{kind}, unless they keep more: call cache.activate_past_recording() before the tokens that may be taken "
+            "off again."
+        )

@@ -23,6 +23,7 @@ from kvframe.errors import InputError, KvframeError
 from kvframe.hf.info import layer_devices
 from kvframe.hf.layer import CompressedLayer
 from kvframe.hf.protected import uncompressed
+from kvframe.hf.recurrent import RecurrentLayer, as_data, restore
 from kvframe.hf.remarks import on_waiting
 from kvframe.pipeline import Pipeline
 from kvframe.placement import on, spread
@@ -39,8 +40,6 @@ log = logging.getLogger("kvframe")
 FORMAT = 1
 HEADER = "kvframe cache"
 BOOKS = ("compressions", "seconds", "tokens", "begun", "context", "allowed", "kept", "owed", "notes", "remarks")
-# What transformers' own layers of full or sliding attention hold beside keys and values.
-OTHER = ("cumulative_length", "is_initialized")
 
 
 def save(cache: CompressedCache, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -52,7 +51,7 @@ def save(cache: CompressedCache, path: str | Path, tokenizer: PreTrainedTokenize
         log.warning("Saved as it is: %s.", note)
     tensors: dict[str, Tensor] = {}
     layers = [
-        _layer(layer, tensors) if isinstance(layer, CompressedLayer) else _other(layer, tensors)
+        _layer(layer, tensors) if isinstance(layer, CompressedLayer) else as_data(layer, tensors)
         for layer in cache.layers
     ]
     states, learned = list(cache.states or ()), cache.bound is not None
@@ -161,16 +160,8 @@ def _layer(layer: CompressedLayer, tensors: dict[str, Tensor]) -> dict[str, Any]
         "recent": flatten([layer.recent.keys, layer.recent.values], tensors, "recent."),
         "queries": flatten(layer.queries.tensors(), tensors, "queries."),
         "outputs": flatten(layer.outputs.tensors(), tensors, "outputs."),
+        "beside": as_data(layer.beside, tensors) if isinstance(layer, RecurrentLayer) else None,
     }
-
-
-def _other(layer: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """A layer that is transformers' own."""
-    if any(isinstance(getattr(layer, name, None), Tensor) for name in OTHER) or not hasattr(layer, "keys"):
-        raise InputError(f"A {type(layer).__name__} of this model cannot be saved; only attention layers can.")
-    held = {name: getattr(layer, name) for name in OTHER if hasattr(layer, name)}
-    held |= {"keys": layer.keys, "values": layer.values}
-    return {"kind": type(layer).__name__, "other": flatten(held, tensors, "other.")}
 
 
 def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -195,12 +186,14 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
         if not isinstance(layer, CompressedLayer):
             if held["kind"] != type(layer).__name__:
                 raise ValueError(f"layer {index} is a {type(layer).__name__}, not a {held['kind']}")
-            _restore_other(layer, read(held["other"], devices[index]))
+            restore(layer, read(held["other"], devices[index]))
             continue
         state = () if cache.states is None else cache.states[cache.info.layer_ids.index(index)]
         parts = tuple(_part(part, read(part["encoded"], devices[index]), encoders, state) for part in held["parts"])
         watched = (read(held[name], devices[index]) for name in ("recent", "queries", "outputs"))
         layer.restore(parts, held["seen"], *watched)
+        if isinstance(layer, RecurrentLayer):
+            restore(layer.beside, read(held["beside"]["other"], devices[index]))
     for tail, pieces in zip(cache.watch.tails(), read(header["watch"]), strict=True):
         tail.restore(pieces)
     for name, value in read(header["books"]).items():
@@ -221,13 +214,6 @@ def _part(held: dict[str, Any], encoded: dict[str, Any], encoders: tuple[Any, ..
         return Part(codes, Dense())
     grade = held.get("grade", 0)  # files of 0.1 have none
     return Part(codes, encoders[grade], state if len(encoders) == 1 else state[grade])
-
-
-def _restore_other(layer: Any, held: dict[str, Any]) -> None:
-    if held["keys"] is not None:
-        layer.lazy_initialization(held["keys"], held["values"])
-    for name, value in held.items():
-        setattr(layer, name, value)
 
 
 def _plain_lengths(value: Any) -> Any:

@@ -4,7 +4,8 @@ model only while a cache lives whose stages ask for them, and they look only at 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,9 @@ from transformers import PreTrainedModel
 
 from kvframe.errors import ModelError
 from kvframe.hf.buffer import SPARE, Tail
+from kvframe.hf.finding import blocks_of, decoder_of
+from kvframe.hf.head import decoder_path, logits_of
+from kvframe.hf.positions import cache_of
 from kvframe.types import Needs
 
 if TYPE_CHECKING:
@@ -36,8 +40,7 @@ class Watch:
             return
         owner = weakref.ref(cache)
         handles: list[Any] = []
-        decoder = model.get_decoder()
-        blocks = list(getattr(decoder, "layers", ()))
+        decoder, blocks = decoder_of(model), blocks_of(model)
         if self.hidden and not blocks:
             raise ModelError(
                 f"The hidden states of {type(model).__name__} cannot be captured: it has no list of layers."
@@ -46,19 +49,14 @@ class Watch:
             block = blocks[min(int(depth * len(blocks)), len(blocks) - 1)]
             handles.append(block.register_forward_pre_hook(_hidden_hook(tail, owner), with_kwargs=True))
         if self.surprisal is not None:
-            head = model.get_output_embeddings()
-            if head is None:
-                raise ModelError(
-                    f"{type(model).__name__} has no head that gives logits, but a stage needs the surprisal of tokens; "
-                    "use the model class with one (…ForCausalLM), or another stage."
-                )
-            cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-            handles.append(decoder.register_forward_hook(self._surprisal_hook(head, cap, owner), with_kwargs=True))
+            decoder_path(model)
+            hook = self._surprisal_hook(weakref.ref(model), owner)
+            handles.append(decoder.register_forward_hook(hook, with_kwargs=True))
         weakref.finalize(cache, lambda: [handle.remove() for handle in handles])
 
-    def _surprisal_hook(self, head: nn.Module, cap: float | None, owner: Any) -> Any:
+    def _surprisal_hook(self, model: Any, owner: Any) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if _cache_of(kwargs) is not owner() or self.surprisal is None:
+            if cache_of(kwargs) is not owner() or self.surprisal is None:
                 return
             tokens = kwargs.get("input_ids", args[0] if args else None)
             if tokens is None:
@@ -66,7 +64,8 @@ class Watch:
             states = output.last_hidden_state.detach()
             last = self._ends.tensor(1)
             before = states[:, :-1] if last is None else torch.cat([last.to(states.device), states[:, :-1]], 1)
-            known = surprisal(before, tokens[:, tokens.shape[1] - before.shape[1] :], head, cap)
+            told = tokens[:, tokens.shape[1] - before.shape[1] :]
+            known = surprisal(before, told, partial(logits_of, model(), output))
             pad = known.new_zeros(len(known), tokens.shape[1] - known.shape[1])
             self.surprisal.append(torch.cat([pad, known], 1))
             self._ends.append(states[:, -1 - SPARE :].clone())
@@ -123,27 +122,23 @@ class Watch:
         return [t for tail in self.tails() for t in tail.tensors()]
 
 
-def _cache_of(kwargs: dict[str, Any]) -> Any:
-    cache = kwargs.get("cache")
-    return cache if cache is not None else kwargs.get("past_key_values")
-
-
 def _hidden_hook(tail: Tail, owner: Any) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if _cache_of(kwargs) is owner():
+        if cache_of(kwargs) is owner():
             tail.append(args[0] if args else kwargs["hidden_states"])
 
     return hook
 
 
-def surprisal(states: Tensor, tokens: Tensor, head: nn.Module, cap: float | None = None) -> Tensor:
+def surprisal(states: Tensor, tokens: Tensor, logits_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """-log p in nats, fp32 `[B, T]`, of `tokens [B, T]` given final hidden `states [B, T, hidden]` of the tokens before
-    them, in chunks of tokens: `generate` keeps the last logits only, and all at once would be `T * vocabulary`."""
+    them, in chunks of tokens: `generate` keeps the last logits only, and all at once would be `T * vocabulary`.
+    `logits_of` gives those that follow some states, and gets as many tokens with them."""
     out = []
     with torch.no_grad():
         for begin in range(0, tokens.shape[1], CHUNK):
-            logits = head(states[:, begin : begin + CHUNK]).float()
-            logits = logits if cap is None else cap * torch.tanh(logits / cap)
-            chunk = tokens[:, begin : begin + CHUNK].to(logits.device)
+            chunk = tokens[:, begin : begin + CHUNK]
+            logits = logits_of(states[:, begin : begin + CHUNK], chunk)
+            chunk = chunk.to(logits.device)
             out.append(nn.functional.cross_entropy(logits.transpose(1, 2), chunk, reduction="none"))
     return torch.cat(out, 1) if out else states.new_zeros(len(tokens), 0, dtype=torch.float32)
