@@ -15,7 +15,8 @@ from kvframe.budget import split_regions
 from kvframe.builtin.kernels import Auto, Reference
 from kvframe.errors import ModelError
 from kvframe.execute import execute
-from kvframe.hf.info import attention_modules, model_info
+from kvframe.hf.finding import attention_modules
+from kvframe.hf.info import model_info
 from kvframe.pipeline import Pipeline, exact_part
 from kvframe.spec import Protect
 from kvframe.split import QUERIES, attention_error

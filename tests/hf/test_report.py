@@ -99,6 +99,7 @@ def test_a_budget_of_bytes_says_what_it_does_not_pay_for(llama, caplog, budget, 
         # So it is: what is held of the context is more than was asked for.
         assert report.bytes_by_part["compressed"] + report.bytes_by_part["recent"] + learned > allowed
     # Later turns have nothing to add to it.
-    llama(**batch([30, 30]), position_ids=torch.arange(30) + torch.tensor([[150], [90]]), cache=cache)
+    later, places = batch([30, 30])["input_ids"], torch.arange(30) + torch.tensor([[150], [90]])
+    llama(input_ids=later, position_ids=places, cache=cache)
     cache.compress()
     assert [note for note in cache.report().notes if "does not pay for" in note] == ([said] if allowed else [])
