@@ -1,5 +1,6 @@
 """Watches what the attention function cannot see: residual hidden states and surprisal. Forward hooks stand on the
-model only while a cache lives whose stages ask for them, and they look only at calls made with that cache."""
+model only while a cache lives whose stages ask for them, and they look only at calls made with that cache. Copies of
+the model do not have them."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvframe.errors import ModelError
 from kvframe.hf.buffer import SPARE, Tail
+from kvframe.hf.hook import Hook
 from kvframe.types import Needs
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Watch:
             )
         for depth, tail in self.hidden.items():
             block = blocks[min(int(depth * len(blocks)), len(blocks) - 1)]
-            handles.append(block.register_forward_pre_hook(_hidden_hook(tail, owner), with_kwargs=True))
+            handles.append(block.register_forward_pre_hook(Hook(_hidden_hook(tail, owner)), with_kwargs=True))
         if self.surprisal is not None:
             head = model.get_output_embeddings()
             if head is None:
@@ -53,7 +55,8 @@ class Watch:
                     "use the model class with one (…ForCausalLM), or another stage."
                 )
             cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-            handles.append(decoder.register_forward_hook(self._surprisal_hook(head, cap, owner), with_kwargs=True))
+            hook = Hook(self._surprisal_hook(head, cap, owner))
+            handles.append(decoder.register_forward_hook(hook, with_kwargs=True))
         weakref.finalize(cache, lambda: [handle.remove() for handle in handles])
 
     def _surprisal_hook(self, head: nn.Module, cap: float | None, owner: Any) -> Any:
