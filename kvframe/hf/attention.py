@@ -60,7 +60,13 @@ def _attend(base: Attention, module: nn.Module, query: Tensor, *args: Any, **kwa
         layer = None
     if layer is None:
         return base(module, query, *args, **kwargs)
-    return kvframe_attention(layer, base, module, query, *args, **kwargs)
+    try:
+        attended = kvframe_attention(layer, base, module, query, *args, **kwargs)
+    except BaseException:
+        layer.cache.take_back()
+        raise
+    layer.cache.passed(layer)
+    return attended
 
 
 def kvframe_attention(

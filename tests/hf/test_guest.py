@@ -171,7 +171,11 @@ def test_each_part_of_a_model_keeps_its_attention():
     )
     torch.manual_seed(0)
     config = LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=96, image_seq_length=4, vision_feature_select_strategy="full"
+        vision_config=vision,
+        text_config=text,
+        image_token_index=96,
+        image_seq_length=4,
+        vision_feature_select_strategy="full",
     )
     model = LlavaForConditionalGeneration(config).eval()
     model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
