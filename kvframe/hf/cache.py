@@ -91,9 +91,9 @@ class CompressedCache(SteppedCache):
         self.bound = bound
         self._open = self.pipeline, bound
 
-    def begin_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
-        """Do what is due between two steps; see `kvframe.hf.step.begin`."""
-        begin(self, key_states, passed_on)
+    def begin_step(self, key_states: Tensor, position_ids: Tensor) -> None:
+        """Compress what waits, and note the positions of the new tokens."""
+        begin(self, key_states, position_ids)
 
     def between_steps(self) -> None:
         """Before a token of an answer: compress the prompt that came before it, or a full block of generated tokens."""

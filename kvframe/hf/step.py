@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvframe.errors import InputError, ModelError
+from kvframe.hf.layer import CompressedLayer
 
 if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
-    from kvframe.hf.layer import CompressedLayer
     from kvframe.hf.ledger import Ledger
     from kvframe.hf.watch import Watch
     from kvframe.types import ModelInfo
@@ -32,7 +32,7 @@ class Before:
 
     def __init__(self, cache: SteppedCache) -> None:
         self.layer = -1  # that the step has come to
-        self._others = [(layer, _held(layer)) for layer in cache.layers if layer not in cache.compressed_layers]
+        self._others = [(layer, _held(layer)) for layer in cache.layers if not isinstance(layer, CompressedLayer)]
         self.take_compressed(cache)
 
     def take_compressed(self, cache: SteppedCache) -> None:
@@ -88,9 +88,25 @@ class SteppedCache(Cache):
         self._unreached = False
         self._last_layer = next(layer for layer in reversed(layers) if isinstance(layer, CacheLayerMixin))
 
-    def begin_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
-        """A step has come to the first compressed layer, with keys `[B, H, Q, D]` and what the model passes to its
-        attention."""
+    def check_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
+        """Raise InputError for keys `[B, H, Q, D]` of another number of rows than are held, ModelError for positions
+        that cannot be known from what the model passes to its attention."""
+        if self.valid is not None and len(self.valid) != len(key_states):
+            raise InputError(
+                f"This cache holds {len(self.valid)} rows, but {len(key_states)} came; call cache.reset(), pick rows "
+                "with cache.select, or make a new cache."
+            )
+        position_ids = passed_on.get("position_ids")
+        if position_ids is None:
+            raise ModelError("The model passes no position_ids to its attention, so positions cannot be known.")
+        if position_ids.ndim != 2:
+            raise ModelError(
+                f"The model's position_ids have {position_ids.ndim} dimensions; kvframe knows one position a token, "
+                "[B, T]."
+            )
+
+    def begin_step(self, key_states: Tensor, position_ids: Tensor) -> None:
+        """A step has come to the first compressed layer, with keys `[B, H, Q, D]` of tokens at `position_ids`."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -100,6 +116,7 @@ class SteppedCache(Cache):
             unreached, self._unreached = self._unreached, False
             if unreached:
                 raise ModelError(UNREACHED)
+            self.check_step(key_states, kwargs.get("kwargs") or {})
             self.step = Before(self)
         try:
             return self._update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -111,7 +128,7 @@ class SteppedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if layer_idx == self.info.layer_ids[0]:
-            self.begin_step(key_states, kwargs.get("kwargs") or {})
+            self.begin_step(key_states, kwargs["kwargs"]["position_ids"])
         if self._awaited is not None:
             raise ModelError(UNREACHED)
         if layer_idx >= len(self.layers):
@@ -119,7 +136,7 @@ class SteppedCache(Cache):
         updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self.step is not None:
             self.step.layer = layer_idx
-        if (layer := self.layers[layer_idx]) in self.compressed_layers:
+        if isinstance(layer := self.layers[layer_idx], CompressedLayer):
             self._awaited = layer
         else:
             self.passed(layer)
@@ -129,7 +146,7 @@ class SteppedCache(Cache):
         """Whether a model that comes to this layer, or to its block, is in the middle of a step. If it is not, what is
         left of a step that broke off is taken back."""
         if self.step is not None and layer_idx <= self.step.layer:
-            self.settle()
+            self._find_broken()
         return self.step is not None
 
     def take_back(self) -> None:
@@ -140,6 +157,10 @@ class SteppedCache(Cache):
 
     def settle(self) -> None:
         """Between two calls of the model: undo what is left of one that broke off."""
+        self._find_broken()
+        self.watch.cut(self.columns)
+
+    def _find_broken(self) -> None:
         # Of the last layer only the next call can tell that the attention was another.
         unreached = self._awaited is self._last_layer
         self.take_back()
@@ -153,12 +174,12 @@ class SteppedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included: the logical length."""
         if layer_idx == 0:  # asked before a step; within one, layers ask for themselves
-            self.settle()
+            self._find_broken()
         return super().get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """What a mask for this layer covers: columns, and how many come before them."""
-        self.settle()
+        self._find_broken()
         return super().get_mask_sizes(query_length, layer_idx)
 
     @property
@@ -203,25 +224,10 @@ def taken_back_if_broken(cache: SteppedCache) -> Iterator[None]:
         raise
 
 
-def begin(cache: CompressedCache, key_states: Tensor, passed_on: dict[str, Any]) -> None:
-    """Begin a step with the first compressed layer's keys `[B, H, Q, D]` and what the model passes to its attention:
-    compress what waits, and note the positions of the new tokens.
-
-    Raises InputError for another number of rows than is held, ModelError for positions that cannot be known, and what
-    `CompressedCache.compress` does."""
+def begin(cache: CompressedCache, key_states: Tensor, position_ids: Tensor) -> None:
+    """Begin a step with the first compressed layer's keys `[B, H, Q, D]` of tokens at `position_ids [B, Q]` or `[1,
+    Q]`: compress what waits, and note the positions. Raises what `CompressedCache.compress` does."""
     batch, _, length, _ = key_states.shape
-    if cache.valid is not None and len(cache.valid) != batch:
-        raise InputError(
-            f"This cache holds {len(cache.valid)} rows, but {batch} came; call cache.reset(), pick rows with "
-            "cache.select, or make a new cache."
-        )
-    position_ids = passed_on.get("position_ids")
-    if position_ids is None:
-        raise ModelError("The model passes no position_ids to its attention, so positions cannot be known.")
-    if position_ids.ndim != 2:
-        raise ModelError(
-            f"The model's position_ids have {position_ids.ndim} dimensions; kvframe knows one position a token, [B, T]."
-        )
     answering = cache.compressed_layers[0].seen > 0 and (length == 1 or (cache.drafting and length <= DRAFTS))
     cache.drafting = False
     if answering:

@@ -48,6 +48,19 @@ class ScoresOnce(Scorer):
         return known if known.shape == observation.shape else known.new_ones(observation.shape)
 
 
+class ChangesItsMind(Scorer):
+    """Prefers long keys and short ones by turns, each time that it is asked about a model."""
+
+    name: Literal["broken.changes_its_mind"] = "broken.changes_its_mind"
+    asked: ClassVar[WeakKeyDictionary[ModelInfo, int]] = WeakKeyDictionary()
+
+    def score(self, observation: Observation, segments: Segments) -> Tensor:
+        """Return norms, or their reciprocals."""
+        self.asked[observation.model] = times = self.asked.get(observation.model, 0) + 1
+        norms = key_norms(observation)
+        return norms if times % 2 else 1 / (1 + norms)
+
+
 class ScalesTheModel(TopK):
     """Folds a factor into the model's own weights."""
 
@@ -195,6 +208,7 @@ _ALL_THAT_COMPARE = (
 )
 
 BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
+    (_pipeline("changes-its-mind", scorer=ChangesItsMind()), ("a_step_that_breaks_off_leaves_no_trace", "a_reset_cache_is_as_new")),
     (Pipeline(forgetful(), "broken-forgetful"), ("survives_a_file", "a_saved_cache_goes_on")),
     (
         _pipeline("drops-one", allocator=DropsOne()),
