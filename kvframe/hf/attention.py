@@ -15,6 +15,7 @@ from transformers.masking_utils import flash_attention_mask, flex_attention_mask
 
 from kvframe.contracts import PASSED_ON, failure
 from kvframe.errors import ModelError
+from kvframe.hf.precision import without_autocast
 from kvframe.ops import dense_attention, merge_attention
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def _attend(base: Attention, module: nn.Module, query: Tensor, *args: Any, **kwa
     return attended
 
 
+@without_autocast
 def kvframe_attention(
     layer: CompressedLayer,
     base: Attention,
@@ -80,9 +82,9 @@ def kvframe_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend `query [B, Hq, Q, D]`. `key, value [B, H, R, D]` are the exact end of the cache (all of it before the
-    first compression), `attention_mask` the mask whose last R columns belong to them, `base` the model's own function.
-    Returns `([B, Q, Hq, D], None)`."""
+    """Attend `query [B, Hq, Q, D]`, in the dtype of the keys. `key, value [B, H, R, D]` are the exact end of the cache
+    (all of it before the first compression), `attention_mask` the mask whose last R columns belong to them, `base` the
+    model's own function. Returns `([B, Q, Hq, D], None)`, in the dtype that the query came in."""
     if attention_mask is not None and getattr(attention_mask, "ndim", None) != 4:
         raise ModelError(
             f"{type(module).__name__} gives its attention a mask that is not [B, 1, Q, R], which kvframe cannot read; "
@@ -93,6 +95,7 @@ def kvframe_attention(
             raise ModelError(
                 f"{type(module).__name__} uses '{name}' in its attention, which kvframe does not support yet."
             )
+    came, query = query.dtype, query.to(key.dtype)
     mask = None if attention_mask is None else attention_mask[..., -key.shape[2] :]
     layer.cache.reached(module)
     layer.watch_query(query, mask)
@@ -113,7 +116,7 @@ def kvframe_attention(
     else:
         out, _ = base(module, query, key, value, mask, scaling=scaling, **kwargs)
     layer.watch_output(out)
-    return out, None
+    return out.to(came), None
 
 
 def as_bias(mask: Tensor) -> Tensor:

@@ -31,6 +31,11 @@ class Recent:
         """`[B, H, R, D]`, a view."""
         return self._view(self._values)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of keys and values; None before the first ones."""
+        return None if self._keys is None else self._keys.dtype
+
     def _view(self, buffer: Tensor | None) -> Tensor:
         if buffer is None:
             raise RuntimeError("the cache layer is empty")

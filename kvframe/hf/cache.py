@@ -26,6 +26,7 @@ from kvframe.hf.devices import finish
 from kvframe.hf.info import attention_modules, model_info
 from kvframe.hf.layer import CompressedLayer, new_validity
 from kvframe.hf.ledger import Ledger
+from kvframe.hf.precision import without_autocast
 from kvframe.hf.protected import full_rows, regions_now
 from kvframe.hf.step import SteppedCache, begin, whole_or_not_at_all
 from kvframe.hf.watch import Watch
@@ -58,9 +59,9 @@ class CompressedCache(SteppedCache):
     ) -> None:
         self.pipeline = pipeline
         self.kernel = pipeline.spec.attention
-        self.info = model_info(model)
+        self.info = without_autocast(model_info)(model)
         self._model = weakref.ref(model)
-        self.bound = pipeline.bind(self.info)
+        self.bound = without_autocast(pipeline.bind)(self.info)
         self._open = pipeline, self.bound  # with which a reset cache begins again
         use_kvframe_attention(model)
         self._attention = weakref.WeakSet(attention_modules(model))
@@ -158,6 +159,7 @@ class CompressedCache(SteppedCache):
         if clash := self.pipeline.spec.whole_prompt_only():
             raise InputError(f"{clash[0].upper()}{clash[1:]}.")
 
+    @without_autocast
     def _compress(self, suffix_length: Lengths, prompt: bool, reading: bool = False) -> None:
         """Compress a prompt, or (`prompt` False) a block of generated tokens, whose protected tokens are paid for."""
         if self.valid is None or self.positions is None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvframe.errors import InputError, ModelError
 from kvframe.hf.attention import LAYER, as_bias, visible
 from kvframe.hf.buffer import Recent, Tail
+from kvframe.hf.precision import common_dtype
 from kvframe.stages import Kernel
 from kvframe.types import LayerObservation, Needs, Part
 
@@ -51,7 +52,8 @@ class CompressedLayer(CacheLayerMixin):
         """Nothing is allocated ahead."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values `[B, H, Q, D]`; return the exact recent ones, views `[B, H, R, D]`."""
+        """Append keys and values `[B, H, Q, D]`; return the exact recent ones, views `[B, H, R, D]`, both in the dtype
+        that the cache began with."""
         passed_on = kwargs.get("kwargs")
         if passed_on is None:
             raise ModelError(
@@ -61,7 +63,8 @@ class CompressedLayer(CacheLayerMixin):
         if key_states.requires_grad:
             raise InputError("A kvframe cache is for inference; call the model under torch.no_grad().")
         passed_on[LAYER] = self
-        self.recent.append(key_states, value_states)
+        dtype = self.recent.dtype or common_dtype(key_states, value_states)
+        self.recent.append(key_states.to(dtype), value_states.to(dtype))
         self.seen += key_states.shape[2]
         self.is_initialized = True
         return self.recent.keys, self.recent.values

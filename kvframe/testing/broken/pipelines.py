@@ -107,6 +107,18 @@ class BlocksDiffer(Kernel):
         return ragged_attention(query, part.decode(), scale * (1.01 if query.shape[2] > 1 else 1.0))
 
 
+class SinglePrecision(Auto):
+    """Attends nothing but fp32."""
+
+    name: Literal["broken.single_precision"] = "broken.single_precision"  # type: ignore[assignment]
+
+    def attend(self, query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+        """Attend, or fail."""
+        if query.dtype != torch.float32:
+            raise TypeError(f"expected float32, got {query.dtype}")
+        return super().attend(query, part, scale)
+
+
 class FirstPromptOnly(TopK):
     """Fails on anything but a text's beginning, and does not stream."""
 
@@ -197,6 +209,8 @@ _ALL_THAT_COMPRESS = (
     "decoding_steps_equal_one_block",
     "a_second_prompt_is_compressed",
     "tiny_prompts_are_served",
+    "a_step_that_breaks_off_leaves_no_trace",
+    "mixed_precision_is_served",
 )
 _ALL_THAT_COMPARE = (
     "full_budget_is_full_attention",
@@ -208,7 +222,11 @@ _ALL_THAT_COMPARE = (
 )
 
 BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
-    (_pipeline("changes-its-mind", scorer=ChangesItsMind()), ("a_step_that_breaks_off_leaves_no_trace", "a_reset_cache_is_as_new")),
+    (
+        _pipeline("changes-its-mind", scorer=ChangesItsMind()),
+        ("a_step_that_breaks_off_leaves_no_trace", "a_reset_cache_is_as_new"),
+    ),
+    (_pipeline("single-precision", attention=SinglePrecision()), ("mixed_precision_is_served",)),
     (Pipeline(forgetful(), "broken-forgetful"), ("survives_a_file", "a_saved_cache_goes_on")),
     (
         _pipeline("drops-one", allocator=DropsOne()),
@@ -227,10 +245,14 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
             "row_alone_equals_row_in_batch",
             "padding_changes_nothing",
             "decoding_steps_equal_one_block",
+            "a_step_that_breaks_off_leaves_no_trace",
         ),
     ),
     (_pipeline("scores-once", scorer=ScoresOnce()), ("a_reset_cache_is_as_new",)),
-    (_pipeline("scales-the-model", allocator=ScalesTheModel()), ("the_model_stays_as_it_was", *_ALL_THAT_COMPARE)),
+    (
+        _pipeline("scales-the-model", allocator=ScalesTheModel()),
+        ("the_model_stays_as_it_was", *_ALL_THAT_COMPARE, "a_step_that_breaks_off_leaves_no_trace"),
+    ),
     (_pipeline("keeps-a-copy", encoder=KeepsACopy()), ("bytes_are_as_reported",)),
     # The pipeline refuses the plan, so nothing that compresses can be run.
     (_pipeline("rounds-up", allocator=RoundsUp()), ("budget_is_respected", *_ALL_THAT_COMPRESS)),
@@ -242,7 +264,11 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
     (_pipeline("prompts-only", allocator=PromptsOnly()), ("flushing_stays_within_budget",)),
     (
         _pipeline("first-prompt-only", allocator=FirstPromptOnly()),
-        ("a_second_prompt_is_compressed", "turns_that_lose_nothing_are_one_prompt"),
+        (
+            "a_second_prompt_is_compressed",
+            "turns_that_lose_nothing_are_one_prompt",
+            "a_step_that_breaks_off_leaves_no_trace",
+        ),
     ),
     (Pipeline(unreadable(), "broken-unreadable"), ("a_saved_cache_goes_on", "survives_a_file")),
     (_pipeline("divides-the-budget", allocator=DividesTheBudget()), ("tiny_prompts_are_served",)),

@@ -142,6 +142,19 @@ def a_reset_cache_is_as_new(pipeline: Pipeline, batches: tuple[Batch, Batch]) ->
 
 
 @law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.1)
+def mixed_precision_is_served(pipeline: Pipeline, batch: Batch) -> None:
+    """Under autocast to bfloat16, where keys come in fp32 and values do not, decoding goes on; at ratio 1 and with
+    nothing coded its logits are no further from those of fp32 than twice what transformers' own cache gives there."""
+    exact = small(pipeline, budget=Budget(ratio=1), encoder=Dense())
+    wanted = Session(None, batch).answer()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock, got, coded = (Session(kind, batch).answer() for kind in (None, exact, small(pipeline)))
+    off, allowed = (float((logits.float() - wanted).norm()) for logits in (got, stock))
+    expect(off <= 2 * allowed, f"logits at most {2 * allowed:.4g} off those of fp32, in norm", f"{off:.4g}")
+    expect(bool(coded.isfinite().all()), "finite logits", "others")
+
+
+@law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.1)
 def a_step_that_breaks_off_leaves_no_trace(pipeline: Pipeline, batch: Batch) -> None:
     """After a call that fails in a layer, whether it compressed something or not, the cache reports what it did before,
     and the same call gives bit by bit what it gives without the failure."""
