@@ -23,6 +23,7 @@ from kvframe.errors import InputError
 from kvframe.hf import rows
 from kvframe.hf.attention import use_kvframe_attention
 from kvframe.hf.devices import finish
+from kvframe.hf.drafts import Drafts
 from kvframe.hf.info import attention_modules, model_info
 from kvframe.hf.layer import CompressedLayer, new_validity
 from kvframe.hf.ledger import Ledger
@@ -83,6 +84,9 @@ class CompressedCache(SteppedCache):
         self.watching = True
         self.pending = True  # a prompt is waiting to be compressed
         self.drafting = False  # the next few tokens may be drafts of an answer
+        self.drafts: int | None = None  # so many of the next tokens are, if it is known
+        self.spare = 0  # so many of the last ones may be taken off again
+        self.announced: Drafts | None = None
         self.states: Any = None
         self.watch = Watch(self.needs)
         self.watch.attach(model, self)
@@ -321,7 +325,7 @@ class CompressedCache(SteppedCache):
         self.pipeline, self.bound = self._open
         self.ledger, self.valid, self.positions, self.states = Ledger(), None, None, None
         self.recent_validity_bias, self.trailing_padding, self.pending = None, 0, True
-        self.drafting = False
+        self.drafting, self.drafts = False, None
         self.watch.reset()
 
     def select(self, indices: Sequence[int] | Tensor) -> CompressedCache:
@@ -342,6 +346,13 @@ class CompressedCache(SteppedCache):
         """Keep these batch rows (numbers, or a mask), in this order. Raises InputError for rows that are not there, and
         StageError, leaving the cache as it was, if the encoder cannot pick rows."""
         rows.select(self, indices)
+
+    def activate_past_recording(self) -> None:
+        """Expect drafts, which may be taken off again: `generate` does so when it is assisted. In the next call, and in
+        each after a crop, the last `logits_to_keep - 1` tokens are drafts, and attend the compressed prompt."""
+        super().activate_past_recording()
+        self.announced = self.announced or Drafts(self.live_model(), self)
+        self.announced.expected = True
 
     @property
     def is_croppable(self) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from kvframe.hf.cache import CompressedCache
 
 
 class Hook:
@@ -22,3 +26,10 @@ class Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         # The one callable of the standard library that takes any arguments and returns None.
         return getattr, (nullcontext(), "__exit__")
+
+
+def called_with(owner: weakref.ref[CompressedCache], kwargs: dict[str, Any]) -> CompressedCache | None:
+    """The cache that a hook belongs to, if a module was called with it."""
+    cache = kwargs.get("cache")
+    cache = cache if cache is not None else kwargs.get("past_key_values")
+    return cache if cache is owner() else None

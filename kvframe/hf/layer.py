@@ -77,12 +77,12 @@ class CompressedLayer(CacheLayerMixin):
         """Note the validity of the new tokens, and the queries `[B, Hq, Q, D]` if a stage needs them."""
         self.cache.watch_mask(self, query.shape[2], mask)
         if self.queries.limit and self.cache.watching:
-            self.queries.append(query, self.cache.trailing_padding)
+            self.queries.append(query, self.cache.trailing_padding + self.cache.spare)
 
     def watch_output(self, output: Tensor) -> None:
         """Keep the heads' outputs `[B, Q, Hq, D]` if a stage needs them."""
         if self.outputs.limit and self.cache.watching:
-            self.outputs.append(output.transpose(1, 2), self.cache.trailing_padding)
+            self.outputs.append(output.transpose(1, 2), self.cache.trailing_padding + self.cache.spare)
 
     def recent_bias(self, length: int, mask: Tensor | None) -> Tensor | None:
         """Bias for `length` queries on the recent tokens, fp32, or None if all of them are visible."""

@@ -64,6 +64,8 @@ def crop(cache: CompressedCache, columns: int) -> None:
     if columns < 0:
         raise InputError(f"crop takes the number of tokens to remove as a negative one, but {-columns} came.")
     cache.settle()
+    if cache.announced is not None:
+        columns = cache.announced.rewind(cache, columns)
     exact = cache.columns
     if columns > exact:
         raise InputError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvframe.hf.watch import Watch
     from kvframe.types import ModelInfo
 
-# After a crop, at most so many tokens at once are drafts that may be taken off again; more are a prompt.
+# After a crop, at most so many tokens at once are taken for drafts where nobody says; more are a prompt.
 DRAFTS = 64
 
 
@@ -228,8 +228,13 @@ def begin(cache: CompressedCache, key_states: Tensor, position_ids: Tensor) -> N
     """Begin a step with the first compressed layer's keys `[B, H, Q, D]` of tokens at `position_ids [B, Q]` or `[1,
     Q]`: compress what waits, and note the positions. Raises what `CompressedCache.compress` does."""
     batch, _, length, _ = key_states.shape
-    answering = cache.compressed_layers[0].seen > 0 and (length == 1 or (cache.drafting and length <= DRAFTS))
-    cache.drafting = False
+    if cache.drafts is None:
+        alone = length == 1 or (cache.drafting and length <= DRAFTS)
+    else:
+        alone = length - cache.drafts == 1
+    answering = cache.compressed_layers[0].seen > 0 and alone
+    cache.spare = cache.drafts or 0
+    cache.drafting, cache.drafts = False, None
     if answering:
         cache.between_steps()
     else:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvframe.errors import ModelError
 from kvframe.hf.buffer import SPARE, Tail
-from kvframe.hf.hook import Hook
+from kvframe.hf.hook import Hook, called_with
 from kvframe.hf.step import taken_back_if_broken
 from kvframe.types import Needs
 
@@ -63,7 +63,7 @@ class Watch:
 
     def _surprisal_hook(self, head: nn.Module, cap: float | None, owner: Any) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if (cache := _called_with(owner, kwargs)) is None or self.surprisal is None:
+            if (cache := called_with(owner, kwargs)) is None or self.surprisal is None:
                 return
             with taken_back_if_broken(cache):
                 tokens = kwargs.get("input_ids", args[0] if args else None)
@@ -75,7 +75,7 @@ class Watch:
                 known = surprisal(before, tokens[:, tokens.shape[1] - before.shape[1] :], head, cap)
                 pad = known.new_zeros(len(known), tokens.shape[1] - known.shape[1])
                 self.surprisal.append(torch.cat([pad, known], 1))
-                self._ends.append(states[:, -1 - SPARE :].clone())
+                self._ends.append(states[:, -1 - SPARE - cache.spare :].clone(), cache.spare)
             cache.step = None
 
         return hook
@@ -135,16 +135,9 @@ class Watch:
         return [t for tail in self.tails() for t in tail.tensors()]
 
 
-def _called_with(owner: weakref.ref[CompressedCache], kwargs: dict[str, Any]) -> CompressedCache | None:
-    """The watched cache, if a module was called with it."""
-    cache = kwargs.get("cache")
-    cache = cache if cache is not None else kwargs.get("past_key_values")
-    return cache if cache is owner() else None
-
-
 def _hidden_hook(index: int, tail: Tail, owner: weakref.ref[CompressedCache]) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if (cache := _called_with(owner, kwargs)) is not None:
+        if (cache := called_with(owner, kwargs)) is not None:
             if not cache.stepping(index):  # what was seen in a step that broke off before its first layer
                 tail.cut(cache.columns)
             tail.append(args[0] if args else kwargs["hidden_states"])

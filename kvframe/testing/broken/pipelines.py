@@ -230,7 +230,7 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
     (Pipeline(forgetful(), "broken-forgetful"), ("survives_a_file", "a_saved_cache_goes_on")),
     (
         _pipeline("drops-one", allocator=DropsOne()),
-        ("full_budget_is_full_attention", "turns_that_lose_nothing_are_one_prompt"),
+        ("full_budget_is_full_attention", "turns_that_lose_nothing_are_one_prompt", "mixed_precision_is_served"),
     ),
     (_pipeline("unlike-the-batch", scorer=UnlikeTheBatch()), ("row_alone_equals_row_in_batch",)),
     (
