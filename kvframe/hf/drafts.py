@@ -35,7 +35,7 @@ class Drafts:
         self._blocks: list[tuple[int, Before]] = []  # how much was seen when a block was compressed, and what was held
         # `generate` calls the model itself, which a wrapper such as PEFT's holds.
         generating = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-        handles = [
+        handles: list[Any] = [
             generating.register_forward_pre_hook(Hook(self._before_call), with_kwargs=True),
             # Also after a call that fails, or its first pieces would be left.
             generating.register_forward_hook(Hook(self._after_call), with_kwargs=True, always_call=True),
