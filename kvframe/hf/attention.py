@@ -53,16 +53,16 @@ def _handing_out(look_up: Callable[..., Attention]) -> Callable[..., Attention]:
     return get_interface
 
 
-def _attend(base: Attention, module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _attend(base: Attention, *args: Any, **kwargs: Any) -> Any:
     layer = kwargs.pop(LAYER, None)
     if (listen := getattr(layer, "listen", None)) is not None:  # one that only looks on; see `kvframe.hf.probe`
         settings = dict(kwargs)
-        listen(module, query, settings.pop("scaling", None), settings)
+        listen(args[0], args[1], settings.pop("scaling", None), settings)
         layer = None
     if layer is None:
-        return base(module, query, *args, **kwargs)
+        return base(*args, **kwargs)
     try:
-        attended = kvframe_attention(layer, base, module, query, *args, **kwargs)
+        attended = kvframe_attention(layer, base, *args, **kwargs)
     except BaseException:
         layer.cache.take_back()
         raise

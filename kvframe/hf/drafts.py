@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvframe.errors import InputError
 from kvframe.hf.hook import Hook, called_with
+from kvframe.hf.probe import unwrapped
 from kvframe.hf.protected import room_in_block
 from kvframe.hf.step import Before
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvframe.hf.cache import CompressedCache
 
 
@@ -33,8 +35,7 @@ class Drafts:
         self._made: list[Any] = []  # what the pieces gave, while the last one is made
         self._before: Before | None = None
         self._blocks: list[tuple[int, Before]] = []  # how much was seen when a block was compressed, and what was held
-        # `generate` calls the model itself, which a wrapper such as PEFT's holds.
-        generating = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+        generating = unwrapped(model)  # `generate` of a wrapper calls the model in it
         handles: list[Any] = [
             generating.register_forward_pre_hook(Hook(self._before_call), with_kwargs=True),
             # Also after a call that fails, or its first pieces would be left.
