@@ -67,7 +67,7 @@ class Drafts:
             if again := _known(cache, rest):
                 rest = _split(rest, again, 1)[1] | {"logits_to_keep": keep}
             new = rest["input_ids"].shape[1] - keep + 1
-            if keep > 1 and (new > 1 or not cache.columns):
+            if keep > 1 and (new > 1 or not cache.exact_columns):
                 rest = self._make(module, cache, rest, new, 0)
             while keep > 1 and (room := self._room(cache)) < rest["input_ids"].shape[1]:
                 rest = self._make(module, cache, rest, room, room - 1)

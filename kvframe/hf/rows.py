@@ -66,7 +66,7 @@ def crop(cache: CompressedCache, columns: int) -> None:
     cache.settle()
     if cache.announced is not None:
         columns = cache.announced.rewind(cache, columns)
-    exact = cache.columns
+    exact = cache.exact_columns
     if columns > exact:
         raise InputError(
             f"crop can take off the last {exact} tokens, which are held exactly, but {columns} are asked for; what is "

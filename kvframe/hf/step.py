@@ -57,7 +57,7 @@ class Before:
         for tail, pieces in self._tails:
             tail.restore(pieces)
         # The hook of the first block comes before the first layer is updated.
-        cache.watch.cut(cache.columns)
+        cache.watch.cut(cache.exact_columns)
 
 
 def _held(layer: Any) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class SteppedCache(Cache):
     def settle(self) -> None:
         """Between two calls of the model: undo what is left of one that broke off."""
         self._find_broken()
-        self.watch.cut(self.columns)
+        self.watch.cut(self.exact_columns)
 
     def _find_broken(self) -> None:
         # Of the last layer only the next call can tell that the attention was another.
@@ -183,7 +183,7 @@ class SteppedCache(Cache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     @property
-    def columns(self) -> int:
+    def exact_columns(self) -> int:
         """Columns that are held exactly."""
         return 0 if self.valid is None else self.valid.shape[1]
 

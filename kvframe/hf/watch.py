@@ -139,7 +139,7 @@ def _hidden_hook(index: int, tail: Tail, owner: weakref.ref[CompressedCache]) ->
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if (cache := called_with(owner, kwargs)) is not None:
             if not cache.stepping(index):  # what was seen in a step that broke off before its first layer
-                tail.cut(cache.columns)
+                tail.cut(cache.exact_columns)
             tail.append(args[0] if args else kwargs["hidden_states"])
 
     return hook
