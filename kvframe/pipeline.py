@@ -229,7 +229,7 @@ class Pipeline:
         """A cache for `model.generate(..., past_key_values=cache)`.
 
         `prefix_length` and `suffix_length` (one number, or one a row) count the tokens of the prompt's template prefix
-        and of the question: kept exactly, not charged. Sets nothing on the model but its attention implementation.
+        and of the question: kept exactly, not charged. Sets nothing on the model.
         Raises ModelError if the model's attention is not one that kvframe knows."""
         from kvframe.hf.cache import CompressedCache
 

@@ -1,85 +1,106 @@
-"""The attention function registered with transformers. It reads its state from the cache layer that comes with the
-call, so models and caches can be used in any order; without one it is the model's ordinary attention."""
+"""kvframe's attention. It reads its state from the cache layer that comes with the call, so models and caches can be
+used in any order. Nothing is set on a model: transformers hands out each attention function as before, and a call that
+comes without a kvframe layer goes to that function as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import flash_attention_mask, flex_attention_mask
 
 from kvframe import capping
 from kvframe.contracts import PASSED_ON, failure
 from kvframe.errors import ModelError
 from kvframe.hf.masks import following
+from kvframe.hf.precision import without_autocast
 from kvframe.ops import dense_attention, merge_attention, merge_sinks
 
 if TYPE_CHECKING:
     from kvframe.hf.layer import CompressedLayer
 
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
 LAYER = "kvframe_layer"
-PREFIX = "kvframe_"
 UNSUPPORTED = ("position_bias", "head_mask")
-BASES = ("sdpa", "eager")
+# Masks that do not say for each query and column whether one sees the other.
+UNKNOWN_MASKS = (flash_attention_mask, flex_attention_mask)
 
 
 def use_kvframe_attention(model: PreTrainedModel) -> None:
-    """Set the model's attention implementation to kvframe's, which does what the one before did wherever no kvframe
-    cache is in play. Raises ModelError for an implementation without a counterpart."""
-    current = model.config._attn_implementation or "sdpa"
-    if current.startswith(PREFIX):
-        return
-    if current not in BASES:
+    """Let calls of the model that come with a kvframe layer reach kvframe, whatever its attention implementation. What
+    transformers has registered stays as it is; this is the same for all models, and done once. Raises ModelError if the
+    masks of the implementation that is set are of a kind that kvframe cannot read."""
+    current = model.config.get_text_config(decoder=True)._attn_implementation
+    masks = AttentionMaskInterface().get(current)
+    if getattr(masks, "__wrapped__", masks) in UNKNOWN_MASKS:
         raise ModelError(
             f"The attention implementation '{current}' has no kvframe counterpart; call "
             "model.set_attn_implementation('sdpa') first."
         )
-    name = PREFIX + current
-    # The mask function is registered with the attention: a name without one silently gets no mask.
-    AttentionInterface.register(name, partial(kvframe_attention, base=current))
-    AttentionMaskInterface.register(name, following(ALL_MASK_ATTENTION_FUNCTIONS[current]))
-    model.set_attn_implementation(name)
+    if not hasattr(AttentionInterface.get_interface, "reaches_kvframe"):
+        AttentionInterface.get_interface = _handing_out(AttentionInterface.get_interface)  # type: ignore[method-assign]
+        look_up = AttentionMaskInterface.__getitem__
+        AttentionMaskInterface.__getitem__ = lambda registry, name: following(look_up(registry, name))  # type: ignore[method-assign]
 
 
-def _base(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    if name == "sdpa":
-        return sdpa_attention_forward
-    import sys
+def _handing_out(look_up: Callable[..., Attention]) -> Callable[..., Attention]:
+    # Only this look-up sees each modeling file's own eager function, which is registered nowhere.
+    @wraps(look_up)
+    def get_interface(interface: AttentionInterface, attn_implementation: str, default: Attention) -> Attention:
+        return partial(_attend, look_up(interface, attn_implementation, default))
 
-    # Each modeling file brings its own eager function.
-    eager: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[type(module).__module__].eager_attention_forward
-    return eager
+    get_interface.reaches_kvframe = True  # type: ignore[attr-defined]
+    return get_interface
 
 
+def _attend(base: Attention, *args: Any, **kwargs: Any) -> Any:
+    layer = kwargs.pop(LAYER, None)
+    if (listen := getattr(layer, "listen", None)) is not None:  # one that only looks on; see `kvframe.hf.probe`
+        settings = dict(kwargs)
+        listen(args[0], args[1], settings.pop("scaling", None), settings)
+        layer = None
+    if layer is None:
+        return base(*args, **kwargs)
+    try:
+        attended = kvframe_attention(layer, base, *args, **kwargs)
+    except BaseException:
+        layer.cache.take_back()
+        raise
+    layer.cache.passed(layer)
+    return attended
+
+
+@without_autocast
 def kvframe_attention(
+    layer: CompressedLayer,
+    base: Attention,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    base: str = "sdpa",
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend `query [B, Hq, Q, D]`. `key, value [B, H, R, D]` are the exact end of the cache (all of it before the
-    first compression), `attention_mask` the mask whose last R columns belong to them. Returns `([B, Q, Hq, D],
-    None)`."""
-    layer: CompressedLayer | None = kwargs.pop(LAYER, None)
-    if (listen := getattr(layer, "listen", None)) is not None:  # one that only looks on; see `kvframe.hf.probe`
-        listen(module, query, scaling, kwargs)
-        layer = None
-    if layer is None:
-        return _base(module, base)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    """Attend `query [B, Hq, Q, D]`, in the dtype of the keys. `key, value [B, H, R, D]` are the exact end of the cache
+    (all of it before the first compression), `attention_mask` the mask whose last R columns belong to them, `base` the
+    model's own function. Returns `([B, Q, Hq, D], None)`, in the dtype that the query came in."""
+    if attention_mask is not None and getattr(attention_mask, "ndim", None) != 4:
+        raise ModelError(
+            f"{type(module).__name__} gives its attention a mask that is not [B, 1, Q, R], which kvframe cannot read; "
+            "call model.set_attn_implementation('sdpa') first."
+        )
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelError(
                 f"{type(module).__name__} uses '{name}' in its attention, which kvframe does not support yet."
             )
+    came, query = query.dtype, query.to(key.dtype)
     layer.cache.reached(module)
     layer.watch_query(query, attention_mask)
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
@@ -99,9 +120,9 @@ def kvframe_attention(
             raise failure(error, layer.cache.kernel, *(part.encoder for part in layer.parts)) from error
         out = merged.to(query.dtype).transpose(1, 2).contiguous()
     else:
-        out, _ = _base(module, base)(module, query, key, value, mask, scaling=scaling, **kwargs)
+        out, _ = base(module, query, key, value, mask, scaling=scaling, **kwargs)
     layer.watch_output(out)
-    return out, None
+    return out.to(came), None
 
 
 def as_bias(mask: Tensor) -> Tensor:

@@ -31,6 +31,11 @@ class Recent:
         """`[B, H, R, D]`, a view."""
         return self._view(self._values)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of keys and values; None before the first ones."""
+        return None if self._keys is None else self._keys.dtype
+
     def _view(self, buffer: Tensor | None) -> Tensor:
         if buffer is None:
             raise RuntimeError("the cache layer is empty")
@@ -54,13 +59,27 @@ class Recent:
             new[:, :, : self.length] = old[:, :, : self.length]
         return new
 
-    def keep_last(self, columns: int) -> None:
-        """Let go of all but the last columns; the storage shrinks to them."""
+    def last(self, columns: int) -> Recent:
+        """The last columns alone, in storage of their size."""
+        other = Recent()
         if self._keys is not None and self._values is not None:
-            begin = self.length - columns
-            self._keys = self._keys[:, :, begin : self.length].clone(memory_format=torch.contiguous_format)
-            self._values = self._values[:, :, begin : self.length].clone(memory_format=torch.contiguous_format)
-            self.length, self._shared = columns, False
+            kept = slice(self.length - columns, self.length)
+            other._keys = self._keys[:, :, kept].clone(memory_format=torch.contiguous_format)
+            other._values = self._values[:, :, kept].clone(memory_format=torch.contiguous_format)
+            other.length = columns
+        return other
+
+    def mark(self) -> tuple[int, int]:
+        """What to go back to: columns held, and columns that there is room for."""
+        return self.length, 0 if self._keys is None else self._keys.shape[2]
+
+    def back_to(self, mark: tuple[int, int]) -> None:
+        """Let go of what was appended since."""
+        self.length, room = mark
+        if not room:
+            self._keys = self._values = None
+        elif self._keys is not None and self._values is not None and room != self._keys.shape[2]:
+            self._keys, self._values = (self._grown(t, t, room) for t in (self._keys, self._values))
 
     def drop_last(self, columns: int) -> None:
         """Let go of the last columns; their room is kept for the next ones."""
@@ -134,6 +153,10 @@ class Tail:
             columns -= last.shape[self.dim] - kept
             if kept:
                 self._pieces.append(last.narrow(self.dim, 0, kept))
+
+    def cut(self, columns: int) -> None:
+        """Let go of all but the first columns."""
+        self.drop_last(max(0, self.length - columns))
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows, in this order."""

@@ -12,25 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
 
 from kvframe.arguments import whole_number
 from kvframe.budget import Lengths, Regions, checked_lengths
 from kvframe.contracts import blaming
-from kvframe.errors import InputError, ModelError
+from kvframe.errors import InputError
 from kvframe.hf import masks, remarks, rows
 from kvframe.hf.attention import use_kvframe_attention
 from kvframe.hf.columns import Columns
 from kvframe.hf.devices import finish
+from kvframe.hf.drafts import Drafts
 from kvframe.hf.finding import attention_modules, fresh_layers
 from kvframe.hf.info import model_info
 from kvframe.hf.layer import CompressedLayer
 from kvframe.hf.ledger import Ledger
 from kvframe.hf.positions import Positions
+from kvframe.hf.precision import without_autocast
 from kvframe.hf.protected import full_rows, regions_now, uncompressed
 from kvframe.hf.recurrent import compressed_layer, forget, own_layers
+from kvframe.hf.step import SteppedCache, begin, whole_or_not_at_all
 from kvframe.hf.watch import Watch
 from kvframe.hf.width import choose_width
 from kvframe.plain import held_tensors
@@ -42,14 +44,8 @@ from kvframe.types import Needs, Observation
 if TYPE_CHECKING:
     from kvframe.pipeline import Compressed, Pipeline
 
-# After a crop, at most so many tokens at once are drafts that may be taken off again; more are a prompt.
-DRAFTS = 64
-OWN_MODEL = (
-    "use the cache with the model that it was made for, and leave that model's attention implementation as it is."
-)
 
-
-class CompressedCache(Cache):
+class CompressedCache(SteppedCache):
     """A transformers cache that compresses itself with a pipeline.
 
     The prompt is compressed over all layers at once before the first single-token step that follows it, or by
@@ -67,9 +63,9 @@ class CompressedCache(Cache):
     ) -> None:
         self.pipeline = pipeline
         self.kernel = pipeline.spec.attention
-        self.info = model_info(model)
+        self.info = without_autocast(model_info)(model)
         self._model = weakref.ref(model)
-        self.bound = pipeline.bind(self.info)
+        self.bound = without_autocast(pipeline.bind)(self.info)
         self._open = pipeline, self.bound  # with which a reset cache begins again
         use_kvframe_attention(model)
         self._attention = weakref.WeakSet(attention_modules(model))
@@ -92,68 +88,31 @@ class CompressedCache(Cache):
         self.watching = True
         self.pending = True  # a prompt is waiting to be compressed
         self.drafting = False  # the next few tokens may be drafts of an answer
-        self._awaited: CompressedLayer | None = None  # was updated, but not attended yet
+        self.drafts: int | None = None  # so many of the next tokens are, if it is known
+        self.spare = 0  # so many of the last ones may be taken off again
+        self.announced: Drafts | None = None
         self.states: Any = None
         self.watch = Watch(self.needs)
         self.watch.attach(model, self)
         self._positions = Positions(model, self, self.info.layer_ids[0])
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer; the first compressed one lets the cache do its work between two steps."""
-        if layer_idx == self.info.layer_ids[0]:
-            try:
-                self._before_step(key_states, kwargs.get("kwargs") or {})
-            finally:
-                self.columns.hidden = None  # as the mask of this call has it
-        if self._awaited is not None:
-            self._awaited = None
-            raise ModelError(f"The model's attention did not reach the kvframe cache it was called with; {OWN_MODEL}")
-        if layer_idx >= len(self.layers):
-            raise ModelError(f"This cache has {len(self.layers)} layers, but the model asks for more; {OWN_MODEL}")
-        updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if isinstance(layer := self.layers[layer_idx], CompressedLayer):
-            self._awaited = layer
-        return updated
 
     def begin_with(self, bound: Any) -> None:
         """Take this for what the stages loaded, now and after each reset."""
         self.bound = bound
         self._open = self.pipeline, bound
 
-    def reached(self, module: nn.Module | None = None) -> None:
-        """The attention function has come to the layer that was updated last, from a module of a model; None = what was
-        put in is not to be attended now."""
-        self._awaited = None
-        if module is not None and module not in self._attention:
-            raise ModelError(f"This cache was called with another model than its own; {OWN_MODEL}")
+    def begin_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
+        """Compress what waits, and note the positions of the new tokens."""
+        try:
+            begin(self, key_states, self._positions.of(passed_on, key_states, self.compressed_layers[0].seen))
+        finally:
+            self.columns.hidden = None  # as the mask of this call has it
 
-    def _before_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
-        batch, _, length, _ = key_states.shape
-        rows.check_step(self, batch)
-        seen = self.compressed_layers[0].seen  # layers before it have seen this step already
-        answering = seen > 0 and (length == 1 or (self.drafting and length <= DRAFTS))
-        self.drafting = False
-        if answering:
-            self._between_steps()
-        else:
-            if (waiting := self.pipeline.spec.prefill.flush) is not None:
-                self.compress_waiting(waiting)
-            self.pending = True
-        self.watching = not answering or self.pipeline.spec.decode.flush is not None
-        if not self.watching:
-            # What was watched must be what was seen last, without a gap.
-            for layer in self.compressed_layers:
-                layer.keep_watched(0)
-        new = self._positions.of(passed_on, key_states, seen)
-        self.positions = new if self.positions is None else torch.cat([self.positions, new], 1)
-
-    def _between_steps(self) -> None:
-        """Before a single-token step: compress the prompt that came before it, or a full block of generated tokens."""
+    def between_steps(self) -> None:
+        """Before a token of an answer: compress the prompt that came before it, or a full block of generated tokens."""
         flush = self.pipeline.spec.decode.flush
         if self.pending:
-            self.compress()
+            self._compress(self.suffix_length, prompt=True)
         elif flush is not None and self.valid is not None and bool(full_rows(self, self.valid, flush).any()):
             self._compress(self.suffix_length, prompt=False)
 
@@ -179,14 +138,16 @@ class CompressedCache(Cache):
         Raises InputError for an allocator or a budget that must see the whole prompt, or a chunk below 1."""
         from kvframe.hf.chunks import read_in_chunks
 
-        return read_in_chunks(self, model, input_ids, attention_mask, chunk)
+        with whole_or_not_at_all(self):
+            return read_in_chunks(self, model, input_ids, attention_mask, chunk)
 
     def compress(self, suffix_length: Lengths | None = None) -> None:
         """Compress what is pending: everything but prefix, sinks, recent window and suffix.
 
         `suffix_length` overrides the cache's for this call: 0 compresses before the question is seen. Raises
         BudgetError, InputError or StageError; the cache is then as it was."""
-        self._compress(self.suffix_length if suffix_length is None else suffix_length, prompt=True)
+        with whole_or_not_at_all(self):
+            self._compress(self.suffix_length if suffix_length is None else suffix_length, prompt=True)
 
     def compress_waiting(self, tokens: int = 0) -> None:
         """While a prompt is being read: compress what is there, but for sinks and recent window, if that is at least
@@ -201,6 +162,7 @@ class CompressedCache(Cache):
         if clash := self.pipeline.spec.whole_prompt_only():
             raise InputError(f"{clash[0].upper()}{clash[1:]}.")
 
+    @without_autocast
     def _compress(self, suffix_length: Lengths, prompt: bool, reading: int | None = None) -> None:
         """Compress a prompt, of which more may come (`reading`, see `regions_now`), or (`prompt` False) a block of
         generated tokens, whose protected tokens are paid for."""
@@ -272,7 +234,7 @@ class CompressedCache(Cache):
         self.columns.compress(taken, keep, self.compressed_layers[0].seen)
         for layer, parts in zip(self.compressed_layers, result.parts, strict=True):
             layer.parts = parts
-            layer.recent.keep_last(keep)
+            layer.recent = layer.recent.last(keep)
             layer.keep_watched(keep if reading or self.pipeline.spec.decode.flush is not None else 0)
         self.watch.keep_last(keep, tokens)
         if self.positions is not None and self.valid is not None:
@@ -283,6 +245,7 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens, entries, measured bytes and ratios, as of now."""
+        self.settle()
         extra = [t for t in (self.valid, self.positions, self.recent_validity_bias) if t is not None]
         return self.ledger.report(
             self.compressed_layers,
@@ -316,6 +279,7 @@ class CompressedCache(Cache):
 
     def _hand_over(self, other: CompressedCache) -> None:
         """Give `other` all that was seen and made so far."""
+        self.settle()
         for index, (mine, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
             if isinstance(mine, CompressedLayer) and isinstance(theirs, CompressedLayer):
                 mine.hand_over(theirs)
@@ -332,6 +296,7 @@ class CompressedCache(Cache):
         layer's goes to its own, and `device` must be one of them. Returns the cache."""
         from kvframe.hf.devices import move, usable
 
+        self.settle()
         move(self, usable(device))
         return self
 
@@ -342,6 +307,7 @@ class CompressedCache(Cache):
         InputError for a cache that has seen nothing, or a file that cannot be written."""
         from kvframe.hf.saved import save
 
+        self.settle()
         save(self, path, tokenizer)
 
     def reset(self) -> None:
@@ -351,7 +317,7 @@ class CompressedCache(Cache):
             forget(own)
         self.pipeline, self.bound = self._open
         self.ledger, self.valid, self.positions, self.states = Ledger(), None, None, None
-        self.columns, self.pending, self.drafting, self._awaited = Columns(), True, False, None
+        self.columns, self.pending, self.drafting, self.drafts = Columns(), True, False, None
         self.note_validity()
         self.watch.reset()
 
@@ -373,6 +339,13 @@ class CompressedCache(Cache):
         """Keep these batch rows (numbers, or a mask), in this order. Raises InputError for rows that are not there, and
         StageError, leaving the cache as it was, if the encoder cannot pick rows."""
         rows.select(self, indices)
+
+    def activate_past_recording(self) -> None:
+        """Expect drafts, which may be taken off again: `generate` does so when it is assisted. In the next call, and in
+        each after a crop, the last `logits_to_keep - 1` tokens are drafts, and attend the compressed prompt."""
+        super().activate_past_recording()
+        self.announced = self.announced or Drafts(self.live_model(), self)
+        self.announced.expected = True
 
     @property
     def is_croppable(self) -> bool:

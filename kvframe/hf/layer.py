@@ -15,6 +15,7 @@ from kvframe.errors import InputError, ModelError
 from kvframe.hf.attention import LAYER, as_bias
 from kvframe.hf.buffer import Recent, Tail
 from kvframe.hf.masks import watch_mask
+from kvframe.hf.precision import common_dtype
 from kvframe.stages import Kernel
 from kvframe.types import LayerObservation, Needs, Part
 
@@ -52,7 +53,8 @@ class CompressedLayer(CacheLayerMixin):
         """Nothing is allocated ahead."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values `[B, H, Q, D]`; return the exact recent ones, views `[B, H, R, D]`."""
+        """Append keys and values `[B, H, Q, D]`; return the exact recent ones, views `[B, H, R, D]`, both in the dtype
+        that the cache began with."""
         passed_on = kwargs.get("kwargs")
         if passed_on is None:
             raise ModelError(
@@ -62,7 +64,8 @@ class CompressedLayer(CacheLayerMixin):
         if key_states.requires_grad:
             raise InputError("A kvframe cache is for inference; call the model under torch.no_grad().")
         passed_on[LAYER] = self
-        self.recent.append(key_states, value_states)
+        dtype = self.recent.dtype or common_dtype(key_states, value_states)
+        self.recent.append(key_states.to(dtype), value_states.to(dtype))
         self.seen += key_states.shape[2]
         self.is_initialized = True
         return self.recent.keys, self.recent.values
@@ -76,12 +79,12 @@ class CompressedLayer(CacheLayerMixin):
         if self is self.cache.compressed_layers[0]:
             watch_mask(self.cache, self.seen - query.shape[2], query.shape[2], mask)
         if self.queries.limit and self.cache.watching:
-            self.queries.append(query, self.cache.trailing_padding)
+            self.queries.append(query, self.cache.trailing_padding + self.cache.spare)
 
     def watch_output(self, output: Tensor) -> None:
         """Keep the heads' outputs `[B, Q, Hq, D]` if a stage needs them."""
         if self.outputs.limit and self.cache.watching:
-            self.outputs.append(output.transpose(1, 2), self.cache.trailing_padding)
+            self.outputs.append(output.transpose(1, 2), self.cache.trailing_padding + self.cache.spare)
 
     def recent_bias(self, length: int, mask: Tensor | None) -> Tensor | None:
         """Bias for `length` queries on the recent tokens, fp32, or None if all of them are visible."""

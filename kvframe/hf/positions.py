@@ -11,33 +11,29 @@ from transformers import PreTrainedModel
 
 from kvframe.errors import ModelError
 from kvframe.hf.finding import decoder_of
+from kvframe.hf.hook import Hook, called_with
 from kvframe.hf.probe import probe
 
 if TYPE_CHECKING:
-    from transformers import Cache
-
-
-def cache_of(kwargs: dict[str, Any]) -> Any:
-    """The cache that a call of a decoder, or of one of its blocks, comes with; None if it has none."""
-    cache = kwargs.get("cache")
-    return cache if cache is not None else kwargs.get("past_key_values")
+    from kvframe.hf.cache import CompressedCache
 
 
 class Positions:
     """Finds positions `[B, Q]`. A hook stands on the decoder only if that keeps them to itself, only while the cache
     lives, and it looks only at calls made with that cache."""
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, layer: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: CompressedCache, layer: int) -> None:
         self._told: Tensor | None = None
         self._listens = "position_ids" not in (probe(model).near[layer].told or {})
         if self._listens:
-            owner, mine = weakref.ref(cache), weakref.ref(self)
+            owner: weakref.ref[CompressedCache] = weakref.ref(cache)
+            mine = weakref.ref(self)
 
             def listen(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-                if (positions := mine()) is not None and cache_of(kwargs) is owner():
+                if (positions := mine()) is not None and called_with(owner, kwargs) is not None:
                     positions._told = kwargs.get("position_ids")
 
-            weakref.finalize(cache, decoder_of(model).register_forward_pre_hook(listen, with_kwargs=True).remove)
+            weakref.finalize(cache, decoder_of(model).register_forward_pre_hook(Hook(listen), with_kwargs=True).remove)
 
     def of(self, passed_on: dict[str, Any], new: Tensor, seen: int) -> Tensor:
         """Positions int64 `[B, Q]` of `new` keys `[B, H, Q, D]`, of which an attention gets `passed_on`; `seen` columns

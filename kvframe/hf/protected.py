@@ -55,11 +55,15 @@ def uncompressed(cache: CompressedCache) -> tuple[Tensor, Tensor]:
 def full_rows(cache: CompressedCache, valid: Tensor, flush: int) -> Tensor:
     """Rows whose exact tokens are a whole block more than is protected at the end, bool `[B]`. Each row counts its own,
     so that it does not matter what else is in the batch."""
-    recent = cache.pipeline.spec.protect.recent
-    if valid.shape[1] < recent + flush:  # saves a transfer from the device at most steps
+    if valid.shape[1] < cache.pipeline.spec.protect.recent + flush:  # saves a transfer from the device at most steps
         return valid.new_zeros(len(valid))
+    return room_in_block(cache, valid, flush) <= 0
+
+
+def room_in_block(cache: CompressedCache, valid: Tensor, flush: int) -> Tensor:
+    """How many tokens go in before `full_rows` holds, int64 `[B]`."""
     suffix = row_lengths(cache.suffix_length, len(valid), "suffix_length").to(valid.device)
-    return valid.sum(1) >= recent + suffix + flush
+    return cache.pipeline.spec.protect.recent + suffix + flush - valid.sum(1)
 
 
 def _clamped(length: Lengths, valid: Tensor) -> Tensor:

@@ -19,21 +19,6 @@ if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
 
 
-def check_step(cache: CompressedCache, batch: int) -> None:
-    """Raise InputError if another number of rows comes than is held, or if the step before was never finished."""
-    if cache.valid is not None and len(cache.valid) != batch:
-        raise InputError(
-            f"This cache holds {len(cache.valid)} rows, but {batch} came; call cache.reset(), pick rows with "
-            "cache.select, or make a new cache."
-        )
-    first, last = cache.compressed_layers[0].seen, cache.compressed_layers[-1].seen
-    if first != last:
-        raise InputError(
-            f"The last step with this cache broke off half-way, so its first layer has seen {first} tokens, but its "
-            f"last {last}; call cache.reset(), or go on with a fork made before."
-        )
-
-
 def repeat(cache: CompressedCache, repeats: int) -> None:
     """Let each batch row come `repeats` times, one behind the other."""
     if (times := whole_number("repeats", repeats)) < 1:
@@ -45,6 +30,7 @@ def repeat(cache: CompressedCache, repeats: int) -> None:
 def select(cache: CompressedCache, indices: Sequence[int] | Tensor) -> None:
     """Keep these batch rows of all that the cache holds. Everything that can fail is done before anything is
     changed."""
+    cache.settle()
     if cache.valid is None or cache.positions is None:
         return
     batch = len(cache.valid)
@@ -79,7 +65,10 @@ def crop(cache: CompressedCache, columns: int) -> None:
     """Forget the last columns, which must be exact."""
     if columns < 0:
         raise InputError(f"crop takes the number of tokens to remove as a negative one, but {-columns} came.")
-    seen, exact = cache.compressed_layers[0].seen, 0 if cache.valid is None else cache.valid.shape[1]
+    cache.settle()
+    if cache.announced is not None:
+        columns = cache.announced.rewind(cache, columns)
+    seen, exact = cache.compressed_layers[0].seen, cache.exact_columns
     if columns > (exact := min(exact, seen - cache.columns.end)):
         raise InputError(
             f"crop can take off the last {exact} tokens, which are held exactly, but {columns} are asked for; what is "

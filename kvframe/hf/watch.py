@@ -1,5 +1,6 @@
 """Watches what the attention function cannot see: residual hidden states and surprisal. Forward hooks stand on the
-model only while a cache lives whose stages ask for them, and they look only at calls made with that cache."""
+model only while a cache lives whose stages ask for them, and they look only at calls made with that cache. Copies of
+the model do not have them."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from kvframe.errors import ModelError
 from kvframe.hf.buffer import SPARE, Tail
 from kvframe.hf.finding import blocks_of, decoder_of
 from kvframe.hf.head import decoder_path, logits_of
-from kvframe.hf.positions import cache_of
+from kvframe.hf.hook import Hook, called_with
+from kvframe.hf.step import taken_back_if_broken
 from kvframe.types import Needs
 
 if TYPE_CHECKING:
-    from transformers import Cache
+    from kvframe.hf.cache import CompressedCache
 
 CHUNK = 256  # tokens whose logits are held at once
 
@@ -34,7 +36,7 @@ class Watch:
         self.surprisal = Tail("all", 1) if needs.surprisal else None
         self._ends = Tail(1, 1)  # final hidden states of the last tokens seen, [B, n, hidden]
 
-    def attach(self, model: PreTrainedModel, cache: Cache) -> None:
+    def attach(self, model: PreTrainedModel, cache: CompressedCache) -> None:
         """Set the hooks; they go when `cache` does."""
         if not self.hidden and self.surprisal is None:
             return
@@ -46,29 +48,32 @@ class Watch:
                 f"The hidden states of {type(model).__name__} cannot be captured: it has no list of layers."
             )
         for depth, tail in self.hidden.items():
-            block = blocks[min(int(depth * len(blocks)), len(blocks) - 1)]
-            handles.append(block.register_forward_pre_hook(_hidden_hook(tail, owner), with_kwargs=True))
+            index = min(int(depth * len(blocks)), len(blocks) - 1)
+            hook = Hook(_hidden_hook(index, tail, owner))
+            handles.append(blocks[index].register_forward_pre_hook(hook, with_kwargs=True))
         if self.surprisal is not None:
             decoder_path(model)
-            hook = self._surprisal_hook(weakref.ref(model), owner)
+            hook = Hook(self._surprisal_hook(weakref.ref(model), owner))
             handles.append(decoder.register_forward_hook(hook, with_kwargs=True))
         weakref.finalize(cache, lambda: [handle.remove() for handle in handles])
 
     def _surprisal_hook(self, model: Any, owner: Any) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if cache_of(kwargs) is not owner() or self.surprisal is None:
+            if (cache := called_with(owner, kwargs)) is None or self.surprisal is None:
                 return
-            tokens = kwargs.get("input_ids", args[0] if args else None)
-            if tokens is None:
-                raise ModelError("Surprisal needs input_ids, but the model was called with inputs_embeds.")
-            states = output.last_hidden_state.detach()
-            last = self._ends.tensor(1)
-            before = states[:, :-1] if last is None else torch.cat([last.to(states.device), states[:, :-1]], 1)
-            told = tokens[:, tokens.shape[1] - before.shape[1] :]
-            known = surprisal(before, told, partial(logits_of, model(), output))
-            pad = known.new_zeros(len(known), tokens.shape[1] - known.shape[1])
-            self.surprisal.append(torch.cat([pad, known], 1))
-            self._ends.append(states[:, -1 - SPARE :].clone())
+            with taken_back_if_broken(cache):
+                tokens = kwargs.get("input_ids", args[0] if args else None)
+                if tokens is None:
+                    raise ModelError("Surprisal needs input_ids, but the model was called with inputs_embeds.")
+                states = output.last_hidden_state.detach()
+                last = self._ends.tensor(1)
+                before = states[:, :-1] if last is None else torch.cat([last.to(states.device), states[:, :-1]], 1)
+                told = tokens[:, tokens.shape[1] - before.shape[1] :]
+                known = surprisal(before, told, partial(logits_of, model(), output))
+                pad = known.new_zeros(len(known), tokens.shape[1] - known.shape[1])
+                self.surprisal.append(torch.cat([pad, known], 1))
+                self._ends.append(states[:, -1 - SPARE - cache.spare :].clone(), cache.spare)
+            cache.step = None
 
         return hook
 
@@ -82,6 +87,11 @@ class Watch:
         """Let go of all but the last `columns` of the `seen` ones, and of what came behind them."""
         for tail in self._tails():
             tail.keep_last(columns + max(0, tail.length - seen))
+
+    def cut(self, columns: int) -> None:
+        """Let go of all but the first columns."""
+        for tail in self._tails():
+            tail.cut(columns)
 
     def reset(self) -> None:
         """Forget what was seen; the hooks stay."""
@@ -122,9 +132,11 @@ class Watch:
         return [t for tail in self.tails() for t in tail.tensors()]
 
 
-def _hidden_hook(tail: Tail, owner: Any) -> Any:
+def _hidden_hook(index: int, tail: Tail, owner: weakref.ref[CompressedCache]) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if cache_of(kwargs) is owner():
+        if (cache := called_with(owner, kwargs)) is not None:
+            if not cache.stepping(index):  # what was seen in a step that broke off before its first layer
+                tail.cut(cache.exact_columns)
             tail.append(args[0] if args else kwargs["hidden_states"])
 
     return hook

@@ -34,7 +34,7 @@ def test_eager_attention_underneath():
     eager = tiny_model("llama")
     eager.set_attn_implementation("eager")
     assert torch.equal(greedy(eager, inputs, kvframe.load("identity", ADA).cache(eager)), expected)
-    assert eager.config._attn_implementation == "kvframe_eager"
+    assert eager.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -60,7 +60,7 @@ def test_a_padded_batch_answers_as_its_rows_do(loaded, inputs, name, overrides):
         assert torch.equal(together, generate(model, inputs))
     else:
         assert cache.report().entry_ratio >= 4
-    assert model.config._attn_implementation == "kvframe_sdpa"
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_two_caches_in_turn_give_the_logits_of_each_alone(loaded, inputs):

@@ -41,6 +41,45 @@ def test_update_gets_the_dict_that_reaches_the_attention_function(name):
     assert all(torch.equal(positions, torch.arange(9)[None]) for _, positions in seen)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_layer_looks_its_attention_up_with_its_own_eager_function(name, attention, monkeypatch):
+    model, asked = tiny_model(name), []
+    model.set_attn_implementation(attention)
+    look_up = AttentionInterface.get_interface
+
+    def get_interface(self, attn_implementation, default):
+        asked.append((attn_implementation, default.__name__))
+        return look_up(self, attn_implementation, default)
+
+    monkeypatch.setattr(AttentionInterface, "get_interface", get_interface)
+    model(**batch([9]))
+    assert asked == [(attention, "eager_attention_forward")] * 3
+
+
+def test_assisted_generation_announces_drafts_and_says_how_many_there_are():
+    model, calls = tiny_model("llama"), []
+
+    class Told(DynamicCache):
+        def activate_past_recording(self):
+            calls.append("announced")
+            super().activate_past_recording()
+
+        def crop(self, tokens_to_remove):
+            calls.append("crop")
+            super().crop(tokens_to_remove)
+
+    def note(module, args, kwargs):
+        calls.append((kwargs["input_ids"].shape[1], kwargs["logits_to_keep"]))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    prompt = torch.arange(5, 17)[None].repeat(1, 3)
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 4}
+    model.generate(prompt, cache=Told(config=model.config), prompt_lookup_num_tokens=2, **settings)
+    assert calls[:3] == ["announced", (36 + 2, 1 + 2), "crop"]
+    assert all(before == "crop" and call[0] == call[1] for before, call in zip(calls[2::2], calls[3::2], strict=False))
+
+
 def test_an_attention_name_without_a_mask_function_gets_no_mask():
     model, masks = tiny_model("llama"), []
 

@@ -48,6 +48,19 @@ class ScoresOnce(Scorer):
         return known if known.shape == observation.shape else known.new_ones(observation.shape)
 
 
+class ChangesItsMind(Scorer):
+    """Prefers long keys and short ones by turns, each time that it is asked about a model."""
+
+    name: Literal["broken.changes_its_mind"] = "broken.changes_its_mind"
+    asked: ClassVar[WeakKeyDictionary[ModelInfo, int]] = WeakKeyDictionary()
+
+    def score(self, observation: Observation, segments: Segments) -> Tensor:
+        """Return norms, or their reciprocals."""
+        self.asked[observation.model] = times = self.asked.get(observation.model, 0) + 1
+        norms = key_norms(observation)
+        return norms if times % 2 else 1 / (1 + norms)
+
+
 class ScalesTheModel(TopK):
     """Folds a factor into the model's own weights."""
 
@@ -92,6 +105,18 @@ class BlocksDiffer(Kernel):
     def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend; the scale depends on the number of queries."""
         return ragged_attention(query, part.decode(), scale * (1.01 if query.shape[2] > 1 else 1.0), softcap=softcap)
+
+
+class SinglePrecision(Auto):
+    """Attends nothing but fp32."""
+
+    name: Literal["broken.single_precision"] = "broken.single_precision"  # type: ignore[assignment]
+
+    def attend(self, query: Tensor, part: Part, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+        """Attend, or fail."""
+        if query.dtype != torch.float32:
+            raise TypeError(f"expected float32, got {query.dtype}")
+        return super().attend(query, part, scale, softcap)
 
 
 class FirstPromptOnly(TopK):
@@ -198,6 +223,8 @@ _ALL_THAT_COMPRESS = (
     "a_second_prompt_is_compressed",
     "tiny_prompts_are_served",
     "too_short_prompts_keep_what_is_protected",
+    "a_step_that_breaks_off_leaves_no_trace",
+    "mixed_precision_is_served",
 )
 _ALL_THAT_COMPARE = (
     "full_budget_is_full_attention",
@@ -210,10 +237,15 @@ _ALL_THAT_COMPARE = (
 )
 
 BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
+    (
+        _pipeline("changes-its-mind", scorer=ChangesItsMind()),
+        ("a_step_that_breaks_off_leaves_no_trace", "a_reset_cache_is_as_new"),
+    ),
+    (_pipeline("single-precision", attention=SinglePrecision()), ("mixed_precision_is_served",)),
     (Pipeline(forgetful(), "broken-forgetful"), ("survives_a_file", "a_saved_cache_goes_on")),
     (
         _pipeline("drops-one", allocator=DropsOne()),
-        ("full_budget_is_full_attention", "turns_that_lose_nothing_are_one_prompt"),
+        ("full_budget_is_full_attention", "turns_that_lose_nothing_are_one_prompt", "mixed_precision_is_served"),
     ),
     (
         _pipeline("unlike-the-batch", scorer=UnlikeTheBatch()),
@@ -236,12 +268,18 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
             "pieces_give_each_row_what_it_gives_alone",
             "padding_changes_nothing",
             "decoding_steps_equal_one_block",
+            "a_step_that_breaks_off_leaves_no_trace",
         ),
     ),
     (_pipeline("scores-once", scorer=ScoresOnce()), ("a_reset_cache_is_as_new",)),
     (
         _pipeline("scales-the-model", allocator=ScalesTheModel()),
-        ("the_model_stays_as_it_was", *_ALL_THAT_COMPARE, "too_short_prompts_keep_what_is_protected"),
+        (
+            "the_model_stays_as_it_was",
+            *_ALL_THAT_COMPARE,
+            "too_short_prompts_keep_what_is_protected",
+            "a_step_that_breaks_off_leaves_no_trace",
+        ),
     ),
     (_pipeline("keeps-a-copy", encoder=KeepsACopy()), ("bytes_are_as_reported",)),
     # The pipeline refuses the plan, so nothing that compresses can be run.
@@ -254,7 +292,11 @@ BROKEN: tuple[tuple[Pipeline, tuple[str, ...]], ...] = (
     (_pipeline("prompts-only", allocator=PromptsOnly()), ("flushing_stays_within_budget",)),
     (
         _pipeline("first-prompt-only", allocator=FirstPromptOnly()),
-        ("a_second_prompt_is_compressed", "turns_that_lose_nothing_are_one_prompt"),
+        (
+            "a_second_prompt_is_compressed",
+            "turns_that_lose_nothing_are_one_prompt",
+            "a_step_that_breaks_off_leaves_no_trace",
+        ),
     ),
     (Pipeline(unreadable(), "broken-unreadable"), ("a_saved_cache_goes_on", "survives_a_file")),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -158,6 +159,56 @@ def a_reset_cache_is_as_new(pipeline: Pipeline, batches: tuple[Batch, Batch]) ->
     used.show(*second.prompt())
     used.cache.compress()
     _same(used.answer(), fresh, 0.0, "bit by bit what a new cache gives")
+
+
+@law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.1)
+def mixed_precision_is_served(pipeline: Pipeline, batch: Batch) -> None:
+    """Under autocast to bfloat16, where keys come in fp32 and values do not, decoding goes on; at ratio 1 and with
+    nothing coded its logits are no further from those of fp32 than twice what transformers' own cache gives there."""
+    exact = small(pipeline, budget=Budget(ratio=1), encoder=Dense())
+    wanted = Session(None, batch).answer()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock, got, coded = (Session(kind, batch).answer() for kind in (None, exact, small(pipeline)))
+    off, allowed = (float((logits.float() - wanted).norm()) for logits in (got, stock))
+    expect(off <= 2 * allowed, f"logits at most {2 * allowed:.4g} off those of fp32, in norm", f"{off:.4g}")
+    expect(bool(coded.isfinite().all()), "finite logits", "others")
+
+
+@law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.1)
+def a_step_that_breaks_off_leaves_no_trace(pipeline: Pipeline, batch: Batch) -> None:
+    """After a call that fails in a layer, whether it compressed something or not, the cache reports what it did before,
+    and the same call gives bit by bit what it gives without the failure."""
+    pipeline = small(pipeline)
+    wanted, broken = Session(pipeline, batch), Session(pipeline, batch)
+    for tokens in (*batch.answer(2).split(1, 1), batch.answer(24), *batch.answer(2).split(1, 1)):
+        before = replace(broken.cache.report(), compress_seconds=0.0)
+        mask = broken.mask
+        try:
+            with _failing(broken.model):
+                broken.go_on(tokens)
+        except _BreaksOffError:
+            broken.mask = mask
+        after = replace(broken.cache.report(), compress_seconds=0.0)
+        expect(after == before, f"the report of before the step, {before}", f"{after}")
+        _same(broken.go_on(tokens), wanted.go_on(tokens), 0.0, "bit by bit what a cache gives whose calls never failed")
+
+
+class _BreaksOffError(Exception):
+    pass
+
+
+@contextmanager
+def _failing(model: Any) -> Iterator[None]:
+    """Let calls of a model fail in the last layer, after the others have put their keys into the cache."""
+
+    def fail(*_: Any) -> None:
+        raise _BreaksOffError
+
+    handle = model.model.layers[-1].self_attn.q_proj.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @law("pipeline", lambda pipeline: batches(pipeline, 2), weight=0.1)
