@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +37,8 @@ def use_kvframe_attention(model: PreTrainedModel) -> None:
     transformers has registered stays as it is; this is the same for all models, and done once. Raises ModelError if the
     masks of the implementation that is set are of a kind that kvframe cannot read."""
     current = model.config.get_text_config(decoder=True)._attn_implementation
-    masks = AttentionMaskInterface().get(current)
-    if getattr(masks, "__wrapped__", masks) in UNKNOWN_MASKS:
+    masks: Any = AttentionMaskInterface().get(current)
+    if (masks if masks is None else unwrap(masks)) in UNKNOWN_MASKS:
         raise ModelError(
             f"The attention implementation '{current}' has no kvframe counterpart; call "
             "model.set_attn_implementation('sdpa') first."
@@ -104,6 +105,11 @@ def kvframe_attention(
     layer.cache.reached(module)
     layer.watch_query(query, attention_mask)
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if softcap != layer.cache.info.softcap:
+        raise ModelError(
+            f"{type(module).__name__} caps its logits with softcap {softcap}, but with {layer.cache.info.softcap} when "
+            "this cache was made; make a new cache."
+        )
     mask = None if attention_mask is None else attention_mask[..., -key.shape[2] :]
     if layer.parts:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

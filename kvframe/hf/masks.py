@@ -136,6 +136,9 @@ def watch_mask(cache: CompressedCache, seen: int, length: int, mask: Tensor | No
     to the logits of compressed tokens."""
     if cache.positions is None:
         return
+    # A graph that is compiled cannot look into a mask; exact tokens follow that of the step all the same.
+    if length == 1 and cache.recent_validity_bias is None and torch.compiler.is_compiling():
+        mask = None
     new = new_validity(mask, len(cache.positions), length, cache.positions.device)
     if mask is not None and cache.valid is not None:
         past = mask[..., :-length]

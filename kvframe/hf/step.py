@@ -42,6 +42,7 @@ class Before:
         # Not the step itself, or a step that has ended would live on in a cycle, with all that it holds.
         self._cache = {name: value for name, value in vars(cache).items() if value is not self}
         self._ledger, self._columns = cache.ledger.fork(), cache.columns.fork()
+        self._columns.hidden = None  # that is the coming call's
         self._layers = [(layer, dict(vars(layer))) for layer in cache.compressed_layers]
         self._recent = [(layer.recent, layer.recent.mark()) for layer in cache.compressed_layers]
         tails = [tail for layer in cache.compressed_layers for tail in (layer.queries, layer.outputs)]
