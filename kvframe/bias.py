@@ -51,7 +51,7 @@ def layer_biases(model: ModelInfo, keys: bool = True) -> list[Any]:
     for layer in range(model.layers):
         key, value = (_some(bias) for bias in model.projection_bias(layer))
         sides = [None if bias is None else bias.view(model.kv_heads, -1) for bias in (key if keys else None, value)]
-        found.append(() if sides == [None, None] else Bias(sides[0], sides[1], model.rope))
+        found.append(() if sides == [None, None] else Bias(sides[0], sides[1], model.rope[layer]))
     return found
 
 

@@ -19,7 +19,7 @@ from kvframe.testing import numerics
 from kvframe.testing.device import attend
 from kvframe.testing.prompt import PLAIN, Layout, Prompts
 from kvframe.testing.strategies import geometries, make_plan, make_scores, make_segments, prompts
-from kvframe.types import Encoded, Entries, LayerPlan, Needs, Observation, Part, Plan, Segments
+from kvframe.types import Encoded, Entries, LayerPlan, ModelInfo, Needs, Observation, Part, Plan, Segments
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ def cases_for(stage: Stage, **choices: Any) -> SearchStrategy[Case]:
     if isinstance(stage, Encoder):
         # Heads that are coded together are never given different tokens: the spec would be refused.
         numbers["uniform"] = st.booleans() if stage.joins_heads == 1 else st.just(True)
-        if stage.joins_heads > 1:
-            choices.setdefault("shapes", geometries(kv_heads=(stage.joins_heads, 2 * stage.joins_heads)))
+        heads = (stage.joins_heads, 2 * stage.joins_heads) if stage.joins_heads > 1 else (1, 2, 3)
+        choices.setdefault("shapes", geometries(kv_heads=heads, biases=(0.0, 0.0, 300.0)))
     if isinstance(stage, Kernel):
+        choices.setdefault("shapes", geometries(biases=(0.0, 0.0, 300.0)))
         numbers |= {"uniform": st.booleans(), "queries": st.sampled_from([1, 2, 5])}
     return st.builds(Case, prompts(**choices), **numbers)
 
@@ -174,14 +175,19 @@ def invoke(stage: Any, given: tuple[Any, ...], states: Sequence[Any] | None = No
         return stage.allocate(*given)
     if stage.kind == "encoder":
         learned = fitted(stage, given[0]) if states is None else states
-        return [coded(stage, entries, state) for entries, state in zip(given[1], learned, strict=True)]
+        kept = (as_given(stage, entries, given[0].model) for entries in given[1])
+        return [coded(stage, entries, state) for entries, state in zip(kept, learned, strict=True)]
     return attend(stage, *given)
 
 
+def as_given(stage: Encoder, entries: Entries, model: ModelInfo) -> Entries:
+    """What an encoder is given: as in a pipeline, positions only if it uses them."""
+    return entries if stage.holds_positions(model) else replace(entries, positions=None)
+
+
 def coded(stage: Encoder, entries: Entries, state: Any) -> tuple[Encoded, Entries]:
-    """Codes and what they decode to. As in a pipeline, only an encoder that uses positions is given them."""
-    kept = entries if stage.uses_positions else replace(entries, positions=None)
-    encoded = stage.encode(kept, state)
+    """Codes and what they decode to."""
+    encoded = stage.encode(entries, state)
     return encoded, stage.decode(encoded, state)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvframe.builtin.encoders import Dense, Int8
 from kvframe.stages import Encoder
-from kvframe.types import Encoded, Entries, ModelInfo
+from kvframe.types import Encoded, Entries, ModelInfo, Observation
 
 
 class BindFails(Dense):
@@ -72,6 +72,17 @@ class TurnsValues(Dense):
         """Return minus the values."""
         back = super().decode(encoded, state)
         return replace(back, values=-back.values)
+
+
+class KeepsBias(Int8):
+    """Spends its range on what the model adds to every key."""
+
+    name: Literal["broken.keeps_bias"] = "broken.keeps_bias"  # type: ignore[assignment]
+    breaks: ClassVar = ("known_biases_cost_no_precision",)
+
+    def fit(self, observation: Observation, bound: Any = None) -> list[Any]:
+        """Return nothing that is known."""
+        return [()] * len(observation.layers)
 
 
 class OneScale(Encoder):
