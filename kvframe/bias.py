@@ -1,5 +1,5 @@
-"""Constants that a model adds to every key and value, as Qwen2.5 does: up to 300 in a few channels. They are known, so an
-encoder that has one scale for a row need not spend its range on them."""
+"""Constants that a model adds to every key and value, as Qwen2.5 does: up to 300 in a few channels. They are known, so
+an encoder that has one scale for a row need not spend its range on them."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def _plus(rows: Tensor, bias: Tensor | None, sign: int) -> Tensor:
 
 class UnbiasedEncoder(Encoder):
     """An encoder that takes the biases of keys and values off before it codes and gives them back when it decodes, with
-    `unbiased` and `biased`: its state is a layer's Bias. Positions are held for a model whose keys have a bias, and only
-    for such a model, since RoPE turns what each key contains of it."""
+    `unbiased` and `biased`: its state is a layer's Bias. Positions are held for a model whose keys have a bias, and for
+    no other, since RoPE turns what each key contains of it."""
 
     def holds_positions(self, model: ModelInfo) -> bool:
         """See Encoder.holds_positions."""

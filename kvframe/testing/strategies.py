@@ -34,16 +34,14 @@ def geometries(
     groups: Sequence[int] = (1, 2, 3),
     head_dims: Sequence[int] = (8, 16, 32),
     partial_rope: bool = True,
-    biases: Sequence[float] = (0.0,),
 ) -> Geometry:
-    """Shapes of models. `partial_rope`: some turn half of the channels only, some none of them in every second layer;
-    `biases`: what keys and values may contain, see Geometry."""
+    """Shapes of models. `partial_rope`: some turn half of the channels only, some none
+    of them in every second layer."""
     dim = draw(st.sampled_from(head_dims))
     turned = draw(st.sampled_from(("all", "half", "in some layers"))) if partial_rope else "all"
     n_layers, heads, group = (draw(st.sampled_from(choices)) for choices in (layers, kv_heads, groups))
     still = tuple(range(0, n_layers, 2)) if turned == "in some layers" else ()
-    bias = draw(st.sampled_from(biases))
-    return Geometry(n_layers, heads, group, dim, dim // 2 if turned == "half" else None, still, bias=bias)
+    return Geometry(n_layers, heads, group, dim, dim // 2 if turned == "half" else None, still)
 
 
 @st.composite

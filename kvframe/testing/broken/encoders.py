@@ -66,7 +66,7 @@ class TurnsValues(Dense):
     """Gives values back with the wrong sign."""
 
     name: Literal["broken.turns_values"] = "broken.turns_values"  # type: ignore[assignment]
-    breaks: ClassVar = ("decoding_is_nearer_than_nothing",)
+    breaks: ClassVar = ("decoding_is_nearer_than_nothing", "known_biases_cost_no_precision")
 
     def decode(self, encoded: Encoded, state: Any) -> Entries:
         """Return minus the values."""
@@ -93,6 +93,7 @@ class OneScale(Encoder):
         "coding_goes_block_by_block",
         "row_alone_equals_row_in_batch",
         "picked_rows_decode_to_themselves",
+        "known_biases_cost_no_precision",
     )
 
     def encode(self, entries: Entries, state: Any) -> Encoded:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from kvframe.ops import merge_attention, ragged_attention
-from kvframe.testing.case import Case, arguments, as_given, cases_for, coded, first_difference, fitted
+from kvframe.testing.case import BIAS, Case, arguments, as_given, cases_for, coded, first_difference, fitted
 from kvframe.testing.law import BrokenError, expect, law
 from kvframe.testing.numerics import attention_tolerance
 from kvframe.types import Encoded, Entries, storage_bytes
@@ -20,8 +20,6 @@ EXTREME = ("random", "constant", "zero", "tiny", "huge")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A code may be padded to a whole number of words a row; that, and no more, may come on top of what is declared.
 WORD = 4
-# The largest that Qwen2.5 has in its keys.
-BIAS = 300.0
 
 
 def _cases(stage: Any) -> Any:
