@@ -27,17 +27,18 @@ class Bias:
         for several tokens contains about that: as it is taken off and added again, it need not be exact."""
         if self.keys is None or positions is None:
             return None
-        return self.rope.rotate(_by_row(self.keys, offsets), positions.long())
+        return self.rope.rotate(_by_row(self.keys, offsets, len(positions)), positions.long())
 
-    def of_values(self, offsets: Tensor) -> Tensor | None:
-        """What the values `[N, D]` contain, fp32; None for nothing."""
-        return None if self.values is None else _by_row(self.values, offsets)
+    def of_values(self, offsets: Tensor, rows: int) -> Tensor | None:
+        """What the values `[N, D]`, `rows` of them, contain, fp32; None for nothing."""
+        return None if self.values is None else _by_row(self.values, offsets, rows)
 
 
-def _by_row(bias: Tensor, offsets: Tensor) -> Tensor:
+def _by_row(bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
     """Each entry's row of `bias [H, D]`, fp32 `[N, D]`."""
-    pairs = torch.arange(len(offsets) - 1, device=offsets.device)
-    return bias.float()[(pairs % len(bias)).repeat_interleave(offsets.diff())]
+    heads = torch.arange(len(offsets) - 1, device=offsets.device) % len(bias)
+    # How many rows there are is said, so that the device need not be waited for.
+    return bias.float().index_select(0, heads.repeat_interleave(offsets.diff(), output_size=rows))
 
 
 def has_key_bias(model: ModelInfo) -> bool:
@@ -66,7 +67,7 @@ def unbiased(entries: Entries, state: Any) -> tuple[Tensor, Tensor]:
         return keys, values
     return (
         _plus(keys, state.of_keys(entries.offsets, entries.positions), -1),
-        _plus(values, state.of_values(entries.offsets), -1),
+        _plus(values, state.of_values(entries.offsets, len(values)), -1),
     )
 
 
@@ -76,7 +77,7 @@ def biased(encoded: Encoded, keys: Tensor, values: Tensor, state: Any) -> tuple[
         return keys, values
     return (
         _plus(keys, state.of_keys(encoded.offsets, encoded.positions), 1),
-        _plus(values, state.of_values(encoded.offsets), 1),
+        _plus(values, state.of_values(encoded.offsets, len(values)), 1),
     )
 
 
