@@ -46,6 +46,11 @@ def use_kvframe_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(name)
 
 
+def gives_weights(model: PreTrainedModel) -> bool:
+    """Whether the model's attention implementation, which is kvframe's, returns weights where nothing is compressed."""
+    return (model.config.get_text_config(decoder=True)._attn_implementation or "").endswith("eager")
+
+
 def _base(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     if name == "sdpa":
         return sdpa_attention_forward
@@ -67,8 +72,8 @@ def kvframe_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend `query [B, Hq, Q, D]`. `key, value [B, H, R, D]` are the exact end of the cache (all of it before the
-    first compression), `attention_mask` the mask whose last R columns belong to them. Returns `([B, Q, Hq, D],
-    None)`."""
+    first compression), `attention_mask` the mask whose last R columns belong to them. Returns `[B, Q, Hq, D]` and the
+    weights that the ordinary attention gives, None where there are parts."""
     layer: CompressedLayer | None = kwargs.pop(LAYER, None)
     if (listen := getattr(layer, "listen", None)) is not None:  # one that only looks on; see `kvframe.hf.probe`
         listen(module, query, scaling, kwargs)
@@ -84,6 +89,7 @@ def kvframe_attention(
     layer.watch_query(query, attention_mask)
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     mask = None if attention_mask is None else attention_mask[..., -key.shape[2] :]
+    weights = None
     if layer.parts:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         bias = layer.recent_bias(query.shape[2], mask)
@@ -99,9 +105,9 @@ def kvframe_attention(
             raise failure(error, layer.cache.kernel, *(part.encoder for part in layer.parts)) from error
         out = merged.to(query.dtype).transpose(1, 2).contiguous()
     else:
-        out, _ = _base(module, base)(module, query, key, value, mask, scaling=scaling, **kwargs)
+        out, weights = _base(module, base)(module, query, key, value, mask, scaling=scaling, **kwargs)
     layer.watch_output(out)
-    return out, None
+    return out, weights
 
 
 def as_bias(mask: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from kvframe.hf.layer import CompressedLayer
 from kvframe.hf.ledger import Ledger
 from kvframe.hf.protected import full_rows, regions_now, uncompressed
 from kvframe.hf.watch import Watch
+from kvframe.hf.weights import check_weights
 from kvframe.hf.width import choose_width
 from kvframe.plain import held_tensors
 from kvframe.ragged import append_part
@@ -98,6 +99,7 @@ class CompressedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer; the first compressed one lets the cache do its work between two steps."""
+        check_weights(self, layer_idx, key_states.shape[2], kwargs.get("kwargs") or {})
         if layer_idx == self.info.layer_ids[0]:
             try:
                 self._before_step(key_states, kwargs.get("kwargs") or {})
@@ -209,8 +211,7 @@ class CompressedCache(Cache):
         generated tokens, whose protected tokens are paid for."""
         if self.valid is None or self.positions is None:
             return
-        begin = time.perf_counter()
-        spec, first = self.pipeline.spec, not self.ledger.compressions
+        begin, spec, first = time.perf_counter(), self.pipeline.spec, not self.ledger.compressions
         itemsize = self.compressed_layers[0].recent.keys.element_size()
         # What the mask of this call hides is let go of like padding, as long as it is no longer in the buffer.
         shown = self.valid if self.columns.hidden is None else self.valid & ~self.columns.hidden
@@ -302,9 +303,8 @@ class CompressedCache(Cache):
     def fork(self) -> CompressedCache:
         """A second cache that has seen what this one has. Storage is shared until one of them writes, so a fork costs
         next to nothing; `copy.deepcopy` of a cache does the same."""
-        other = CompressedCache(
-            self.pipeline, self.live_model(), self.prefix_length, self.suffix_length, needs=self.needs
-        )
+        lengths = self.prefix_length, self.suffix_length
+        other = CompressedCache(self.pipeline, self.live_model(), *lengths, needs=self.needs)
         self._hand_over(other)
         other._open = self._open
         return other
