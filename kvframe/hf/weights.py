@@ -1,5 +1,5 @@
-"""Attention weights, where a caller asks for them: given while nothing is compressed, else refused before the call changes
-anything."""
+"""Attention weights, where a caller asks for them: given while nothing is compressed, else refused before the call
+changes anything."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 
 def check_weights(cache: CompressedCache, layer: int, length: int, passed_on: Mapping[str, Any]) -> None:
-    """Raise InputError if a call whose first `layer` brings `length` tokens asks for weights that there will not be: of a
-    prompt they are the model's own, but compressed entries have none, nor has a step that compresses first."""
+    """Raise InputError if a call that brings `length` tokens to a `layer` asks for weights that there will not be: of a
+    prompt they are the model's own, but compressed entries have none, nor has a step that may compress first."""
     model = cache.live_model()
     asked = passed_on.get("output_attentions", model.config.get_text_config(decoder=True).output_attentions)
     if not asked:
         return
-    begun = cache.get_seq_length(layer) > 0
-    compresses = begun and ((length == 1 and cache.pending) or cache.pipeline.spec.prefill.flush is not None)
+    spec = cache.pipeline.spec
+    flushes = spec.prefill.flush is not None or spec.decode.flush is not None
+    answers = cache.pending and (length == 1 or cache.drafting)
+    compresses = cache.get_seq_length(layer) > 0 and (flushes or answers)
     if compresses or any(each.parts for each in cache.compressed_layers):
         raise InputError(
             "Attention weights (output_attentions) cannot be had over a compressed cache, whose entries may stand for "

@@ -79,9 +79,10 @@ def test_an_implementation_without_weights_is_refused():
     assert model(**batch([40]), cache=cache).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("flush", ["prefill.flush", "decode.flush"])
 @torch.no_grad()
-def test_nothing_is_compressed_in_chunks_before_a_refusal():
-    model, cache = started("llama", **{"prefill.flush": 8})
+def test_nothing_is_compressed_in_blocks_before_a_refusal(flush):
+    model, cache = started("llama", **{flush: 8})
     model(**batch([40]), cache=cache)
     before = state(cache)
     with pytest.raises(InputError, match="output_attentions"):
