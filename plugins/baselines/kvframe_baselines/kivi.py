@@ -88,9 +88,14 @@ class Kivi(Encoder):
         return decoded(encoded, *biased(encoded, keys, values.flatten(1), state))
 
     def _channel_groups(self, rows: Tensor) -> Tensor:
-        """`[N, D]` as `[N, D / group, group]`; a head smaller than a group is one."""
-        groups = max(1, rows.shape[1] // self.group)
+        """`[N, D]` as `[N, g, D / g]`."""
+        groups = self._groups_of(rows.shape[1])
         return rows.reshape(len(rows), groups, rows.shape[1] // groups)
+
+    def _groups_of(self, dim: int) -> int:
+        """How many groups the channels of a value make: as many as are equally large and no smaller than `group`; a
+        head smaller than that is one."""
+        return next(count for count in range(max(1, dim // self.group), 0, -1) if dim % count == 0)
 
     def _group_of_rows(self, runs: bitpack.Runs, device: torch.device) -> tuple[Tensor, int]:
         """The group of keys that each row belongs to, int64 `[N]`, and how many groups there are."""
@@ -123,5 +128,5 @@ class Kivi(Encoder):
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
         """Return `bits` a channel, 32 a channel and group of keys, 32 a token and group of channels."""
-        groups = max(1, model.head_dim // self.group)
+        groups = self._groups_of(model.head_dim)
         return 2 * self.bits * model.head_dim + 32 * model.head_dim / self.group + 32 * groups
