@@ -66,7 +66,7 @@ class TurnsValues(Dense):
     """Gives values back with the wrong sign."""
 
     name: Literal["broken.turns_values"] = "broken.turns_values"  # type: ignore[assignment]
-    breaks: ClassVar = ("decoding_is_nearer_than_nothing", "known_biases_cost_no_precision")
+    breaks: ClassVar = ("decoding_is_nearer_than_nothing",)
 
     def decode(self, encoded: Encoded, state: Any) -> Entries:
         """Return minus the values."""
