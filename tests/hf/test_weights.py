@@ -86,7 +86,7 @@ def test_nothing_is_compressed_in_blocks_before_a_refusal(flush):
     model(**batch([40]), cache=cache)
     before = state(cache)
     with pytest.raises(InputError, match="output_attentions"):
-        model(**batch([24]), cache=cache, output_attentions=True)
+        model(batch([24])["input_ids"], cache=cache, output_attentions=True)
     assert unchanged(before, state(cache))
 
 
