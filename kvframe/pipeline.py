@@ -117,13 +117,12 @@ class Pipeline:
         """Bits that one entry of the body costs in each grade: the encoder's, and the metadata held with it."""
         with blaming(self.spec.encoder):
             coded = [encoder.bits_per_entry(model, itemsize) for encoder in self.encoders]
-            position = self.spec.encoder.position_bits(model) if self.holds_positions else 0
+            position = self.spec.encoder.position_bits(model) if self.holds_positions(model) else 0
         return tuple(bits + 32 * self.spec.allocator.merges + position for bits in coded)
 
-    @property
-    def holds_positions(self) -> bool:
+    def holds_positions(self, model: ModelInfo) -> bool:
         """Whether the body's entries keep their positions: for decoding, or to be grouped again."""
-        return self.spec.encoder.uses_positions or self.spec.allocator.regroups
+        return self.spec.allocator.regroups or self.spec.encoder.holds_positions(model)
 
     def plan(self, observation: Observation, budget: Tensor, grades: Grades | None = None) -> Plan:
         """Run segmenter, scorer and allocator. `budget` int64 `[B]`, see Allocator.allocate; `grades` are those that
@@ -181,7 +180,7 @@ class Pipeline:
         plan, states = self._decide(gathered(observation), budget, states, bound, block)
         devices = [layer.keys.device for layer in observation.layers]
         states = None if states is None else spread(states, devices)
-        layers = []
+        layers, held = [], self.holds_positions(observation.model)
         for index, (layer, device) in enumerate(zip(observation.layers, devices, strict=True)):
             parts: tuple[Part, ...] = ()
             rope = observation.model.rope[index]
@@ -191,7 +190,7 @@ class Pipeline:
                 parts = (exact_part(execute(kept, layer, positions, rope)),)
             planned = on(plan.layers[index], device)
             entries = execute(planned, layer, positions, rope)
-            if not self.holds_positions:
+            if not held:
                 entries = replace(entries, positions=None)
             own = None if states is None else states[index]
             for encoder, some, state in grading.by_grade(planned, entries, self.encoders, own):

@@ -138,6 +138,10 @@ class Encoder(Stage):
         """Whether decoding needs the entries' positions, so that they must be held."""
         return False
 
+    def holds_positions(self, model: ModelInfo) -> bool:
+        """Whether positions must be held for this model. Default: `uses_positions`, whatever the model."""
+        return self.uses_positions
+
     def position_bits(self, model: ModelInfo) -> float:
         """Declared bits of an entry's position where positions must be held. Default: 32; fewer for an encoder that
         packs them among its codes."""

@@ -16,6 +16,7 @@ ROOT = Path(kvframe.__file__).parent
 PLUGINS = sorted(path for path in (ROOT.parent / "plugins").glob("*/kvframe_*") if path.is_dir())
 PUBLIC = {
     "kvframe",
+    "kvframe.bias",
     "kvframe.calibration",
     "kvframe.errors",
     "kvframe.hookspecs",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from kvframe.authoring.estimate import Estimate
+from kvframe.bias import UnbiasedEncoder
 from kvframe.pipeline import Pipeline
 from kvframe.registry import registry
 from kvframe.report import size_text
@@ -93,6 +94,8 @@ def facts(stage: Stage) -> list[tuple[str, str]]:
         )
         rows = "row by row" if stage.block == 1 else f"{stage.block} rows together"
         held = "held" if stage.uses_positions else "not held"
+        if isinstance(stage, UnbiasedEncoder):
+            held += ", unless the model's keys have a bias"
         found.append(("flags", f"codes {heads}, {rows}; positions of entries are {held}"))
     if stage.paper:
         found.append(("source", stage.paper))

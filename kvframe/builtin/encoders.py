@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvframe.bias import UnbiasedEncoder, biased, unbiased
 from kvframe.ops.ragged_attention import attend_codes
 from kvframe.stages import Encoder
 from kvframe.types import Encoded, Entries, ModelInfo
@@ -45,15 +46,16 @@ class Dense(Encoder):
         return 2 * model.head_dim * itemsize * 8
 
 
-class Int8(Encoder):
-    """8-bit codes, symmetric, with one bf16 scale for each key and each value (largest magnitude / 127)."""
+class Int8(UnbiasedEncoder):
+    """8-bit codes, symmetric, with one bf16 scale for each key and each value (largest magnitude / 127). What the
+    model's projections add to every key and value is taken off first."""
 
     name: Literal["int8"] = "int8"
 
     def encode(self, entries: Entries, state: Any) -> Encoded:
         """Return int8 codes `[N, D]` and bf16 scales `[N, 1]` of keys and values."""
         codes: dict[str, Tensor] = {}
-        for name, rows in (("keys", entries.keys), ("values", entries.values)):
+        for name, rows in zip(("keys", "values"), unbiased(entries, state), strict=True):
             codes[name], codes[f"{name}_scale"] = quantise(rows)
         return Encoded(entries.offsets, codes, "int8", entries.keys.dtype, entries.log_multiplicity, entries.positions)
 
@@ -61,6 +63,7 @@ class Int8(Encoder):
         """Return codes times scales."""
         codes = encoded.codes
         keys, values = (codes[n].float() * codes[f"{n}_scale"].float() for n in ("keys", "values"))
+        keys, values = biased(encoded, keys, values, state)
         keys, values = keys.to(encoded.dtype), values.to(encoded.dtype)
         return Entries(encoded.offsets, keys, values, encoded.log_multiplicity, encoded.positions)
 
@@ -73,7 +76,9 @@ class Int8(Encoder):
         impl: str,
         softcap: float | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """See Encoder.attend."""
+        """See Encoder.attend. With a bias, keys and values are rebuilt first."""
+        if state != ():
+            encoded = Dense().encode(self.decode(encoded, state), ())
         return attend_codes(query, encoded, scale, impl, softcap)
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:

@@ -49,6 +49,11 @@ def use_kvframe_attention(model: PreTrainedModel) -> None:
         AttentionMaskInterface.__getitem__ = lambda registry, name: following(look_up(registry, name))  # type: ignore[method-assign]
 
 
+def gives_weights(model: PreTrainedModel) -> bool:
+    """Whether the model's attention implementation returns weights where nothing is compressed."""
+    return model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+
+
 def _handing_out(look_up: Callable[..., Attention]) -> Callable[..., Attention]:
     # Only this look-up sees each modeling file's own eager function, which is registered nowhere.
     @wraps(look_up)
@@ -90,7 +95,8 @@ def kvframe_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend `query [B, Hq, Q, D]`, in the dtype of the keys. `key, value [B, H, R, D]` are the exact end of the cache
     (all of it before the first compression), `attention_mask` the mask whose last R columns belong to them, `base` the
-    model's own function. Returns `([B, Q, Hq, D], None)`, in the dtype that the query came in."""
+    model's own function. Returns `[B, Q, Hq, D]`, in the dtype that the query came in, and the
+    weights that the model's own function gives, None where there are parts."""
     if attention_mask is not None and getattr(attention_mask, "ndim", None) != 4:
         raise ModelError(
             f"{type(module).__name__} gives its attention a mask that is not [B, 1, Q, R], which kvframe cannot read; "
@@ -111,6 +117,7 @@ def kvframe_attention(
             "this cache was made; make a new cache."
         )
     mask = None if attention_mask is None else attention_mask[..., -key.shape[2] :]
+    weights = None
     if layer.parts:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         bias = layer.recent_bias(query.shape[2], mask)
@@ -126,9 +133,9 @@ def kvframe_attention(
             raise failure(error, layer.cache.kernel, *(part.encoder for part in layer.parts)) from error
         out = merged.to(query.dtype).transpose(1, 2).contiguous()
     else:
-        out, _ = base(module, query, key, value, mask, scaling=scaling, **kwargs)
+        out, weights = base(module, query, key, value, mask, scaling=scaling, **kwargs)
     layer.watch_output(out)
-    return out.to(came), None
+    return out.to(came), weights
 
 
 def as_bias(mask: Tensor) -> Tensor:

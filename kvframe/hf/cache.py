@@ -34,6 +34,7 @@ from kvframe.hf.protected import full_rows, regions_now, uncompressed
 from kvframe.hf.recurrent import compressed_layer, forget, own_layers
 from kvframe.hf.step import SteppedCache, begin, whole_or_not_at_all
 from kvframe.hf.watch import Watch
+from kvframe.hf.weights import check_weights
 from kvframe.hf.width import choose_width
 from kvframe.plain import held_tensors
 from kvframe.ragged import append_part
@@ -100,6 +101,11 @@ class CompressedCache(SteppedCache):
         """Take this for what the stages loaded, now and after each reset."""
         self.bound = bound
         self._open = self.pipeline, bound
+
+    def check_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
+        """As every cache does; raise InputError also for attention weights that there will not be."""
+        super().check_step(key_states, passed_on)
+        check_weights(self, key_states.shape[2], passed_on)
 
     def begin_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
         """Compress what waits, and note the positions of the new tokens."""
@@ -168,8 +174,7 @@ class CompressedCache(SteppedCache):
         generated tokens, whose protected tokens are paid for."""
         if self.valid is None or self.positions is None:
             return
-        begin = time.perf_counter()
-        spec, first = self.pipeline.spec, not self.ledger.compressions
+        begin, spec, first = time.perf_counter(), self.pipeline.spec, not self.ledger.compressions
         itemsize = self.compressed_layers[0].recent.keys.element_size()
         # What the mask of this call hides is let go of like padding, as long as it is no longer in the buffer.
         shown = self.valid if self.columns.hidden is None else self.valid & ~self.columns.hidden
@@ -262,9 +267,8 @@ class CompressedCache(SteppedCache):
     def fork(self) -> CompressedCache:
         """A second cache that has seen what this one has. Storage is shared until one of them writes, so a fork costs
         next to nothing; `copy.deepcopy` of a cache does the same."""
-        other = CompressedCache(
-            self.pipeline, self.live_model(), self.prefix_length, self.suffix_length, needs=self.needs
-        )
+        lengths = self.prefix_length, self.suffix_length
+        other = CompressedCache(self.pipeline, self.live_model(), *lengths, needs=self.needs)
         self._hand_over(other)
         other._open = self._open
         return other

@@ -94,7 +94,7 @@ class SteppedCache(Cache):
         self._first_index, self._last_layer = attending[0], layers[attending[-1]]
         self._one_layer = len(attending) == 1
 
-    def check_step(self, key_states: Tensor) -> None:
+    def check_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
         """Raise InputError for keys `[B, H, Q, D]` of another number of rows than are held."""
         if self.valid is not None and len(self.valid) != len(key_states):
             raise InputError(
@@ -142,7 +142,8 @@ class SteppedCache(Cache):
                 raise ModelError(UNREACHED)
             self.step = Before(self)
         try:
-            self.check_step(key_states)
+            if self.step is None or self.step.layer < 0:
+                self.check_step(key_states, kwargs.get("kwargs") or {})
             return self._update(key_states, value_states, layer_idx, *args, **kwargs)
         except BaseException:
             self.take_back()

@@ -19,7 +19,9 @@ from kvframe.testing import numerics
 from kvframe.testing.device import attend
 from kvframe.testing.prompt import PLAIN, Layout, Prompts
 from kvframe.testing.strategies import geometries, make_plan, make_scores, make_segments, prompts
-from kvframe.types import Encoded, Entries, LayerPlan, Needs, Observation, Part, Plan, Segments
+from kvframe.types import Encoded, Entries, LayerPlan, ModelInfo, Needs, Observation, Part, Plan, Segments
+
+BIAS = 300.0  # the largest that Qwen2.5 has in its keys
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,15 @@ def cases_for(stage: Stage, **choices: Any) -> SearchStrategy[Case]:
             choices.setdefault("shapes", geometries(kv_heads=(stage.joins_heads, 2 * stage.joins_heads)))
     if isinstance(stage, Kernel):
         numbers |= {"uniform": st.booleans(), "queries": st.sampled_from([1, 2, 5])}
-    return st.builds(Case, prompts(**choices), **numbers)
+    drawn = st.builds(Case, prompts(**choices), **numbers)
+    return drawn.map(_laden) if isinstance(stage, Encoder | Kernel) else drawn
+
+
+def _laden(case: Case) -> Case:
+    """Every third case with random contents has keys and values that contain what a model adds to them."""
+    if case.prompts.content != "random" or case.prompts.seed % 3 != 2:
+        return case
+    return replace(case, prompts=replace(case.prompts, geometry=replace(case.prompts.geometry, bias=BIAS)))
 
 
 def accepted(stage: Stage, case: Case) -> None:
@@ -174,14 +184,19 @@ def invoke(stage: Any, given: tuple[Any, ...], states: Sequence[Any] | None = No
         return stage.allocate(*given)
     if stage.kind == "encoder":
         learned = fitted(stage, given[0]) if states is None else states
-        return [coded(stage, entries, state) for entries, state in zip(given[1], learned, strict=True)]
+        kept = (as_given(stage, entries, given[0].model) for entries in given[1])
+        return [coded(stage, entries, state) for entries, state in zip(kept, learned, strict=True)]
     return attend(stage, *given)
 
 
+def as_given(stage: Encoder, entries: Entries, model: ModelInfo) -> Entries:
+    """What an encoder is given: as in a pipeline, positions only if it uses them."""
+    return entries if stage.holds_positions(model) else replace(entries, positions=None)
+
+
 def coded(stage: Encoder, entries: Entries, state: Any) -> tuple[Encoded, Entries]:
-    """Codes and what they decode to. As in a pipeline, only an encoder that uses positions is given them."""
-    kept = entries if stage.uses_positions else replace(entries, positions=None)
-    encoded = stage.encode(kept, state)
+    """Codes and what they decode to."""
+    encoded = stage.encode(entries, state)
     return encoded, stage.decode(encoded, state)
 
 

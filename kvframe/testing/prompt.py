@@ -23,7 +23,8 @@ TINY = 1e-6
 @dataclass(frozen=True)
 class Geometry:
     """A model's shape without a model: `L`, `H`, `G = Hq / H`, `D`, how many of the `D` channels RoPE turns, and the
-    layers (0 to L-1) where it turns none."""
+    layers (0 to L-1) where it turns none. The angles fall from 1 towards 1 / `theta`. Two channels of each key, those
+    that RoPE turns least, contain `bias` and -0.7 of it, as trained models have it, and one of each value `bias`."""
 
     layers: int = 1
     kv_heads: int = 1
@@ -31,12 +32,25 @@ class Geometry:
     head_dim: int = 8
     rotary: int | None = None
     still: tuple[int, ...] = ()
+    theta: float = 100.0
+    bias: float = 0.0
+
+    @cached_property
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """The biases `[H * D]` of keys and values; None for none."""
+        if not self.bias:
+            return None, None
+        keys, values = torch.zeros(2, self.kv_heads, self.head_dim)
+        turned = (self.head_dim if self.rotary is None else self.rotary) // 2
+        keys[:, turned - 1], keys[:, 2 * turned - 1], values[:, 0] = -0.7 * self.bias, self.bias, self.bias
+        return keys.flatten(), values.flatten()
 
     @cached_property
     def model(self) -> ModelInfo:
         """The ModelInfo, with random output weights."""
         rotary = self.head_dim if self.rotary is None else self.rotary
-        turned, still = Rope(100.0 ** (-torch.arange(0, rotary, 2) / max(1, rotary))), Rope(torch.empty(0))
+        turned = Rope(self.theta ** (-torch.arange(0, rotary, 2) / max(1, rotary)))
+        still = Rope(torch.empty(0))
         rope = of_layers([still if layer in self.still else turned for layer in range(self.layers)])
 
         def output_weight(layer: int) -> Tensor:
@@ -45,7 +59,8 @@ class Geometry:
 
         heads, layers = self.kv_heads, tuple(range(self.layers))
         return ModelInfo(
-            self.layers, heads * self.group, heads, self.head_dim, self.head_dim**-0.5, rope, output_weight, layers
+            *(self.layers, heads * self.group, heads, self.head_dim, self.head_dim**-0.5, rope, output_weight, layers),
+            projection_bias=lambda layer: self.biases,
         )
 
     def __repr__(self) -> str:
@@ -131,6 +146,16 @@ class Prompts:
             drawn = drawn.sign() * HUGE
         return drawn.to(self.dtype)
 
+    def _biased(self, what: str, rows: Tensor) -> Tensor:
+        """Keys or values `[L, H, n, D]` with what the projections add, which RoPE turns in keys; other rows as they
+        are."""
+        added = dict(zip(("keys", "values"), self.geometry.biases, strict=True)).get(what)
+        if added is None:
+            return rows
+        added, at = added.view(self.geometry.kv_heads, 1, -1), torch.arange(rows.shape[2]) + self.start
+        turned = [self.model.rope[layer].rotate(added, at) if what == "keys" else added for layer in range(len(rows))]
+        return torch.stack([(one.float() + more).to(rows.dtype) for one, more in zip(rows, turned, strict=True)])
+
     def columns(self, row: int, layout: Layout = PLAIN) -> slice:
         """Where the row stands in the batch."""
         end = layout.left + max(self.lengths)
@@ -158,6 +183,7 @@ class Prompts:
 
         def per_layer(what: str, heads: int, amount: int | str = "all") -> list[Tensor]:
             made = [self._filled(r, what, geometry.layers, heads, self.lengths[r], geometry.head_dim) for r in batch]
+            made = [self._biased(what, rows) for rows in made]
             out = self.place(made, layout, None)  # [B, L, heads, T, D]
             seen = tokens if amount == "all" else min(tokens, int(amount) + layout.right)
             return [out[:, layer, :, tokens - seen :].contiguous() for layer in range(geometry.layers)]

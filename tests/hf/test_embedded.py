@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvframe.cachedir import cache_dir
 from kvframe.errors import ModelError
 from kvframe.hf import embedded
 from kvframe.hf.checkpoint import Checkpoint
-from kvframe.hf.embedded import cache_dir, embedded_checkpoint, write_whole
+from kvframe.hf.embedded import embedded_checkpoint
+from kvframe.hf.kept import write_whole
 from kvframe.hf.models import load_model
 
 

@@ -4,11 +4,13 @@ to integers, and no sum runs across lanes except one for a channel and a tile.""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 from numba import carray, njit
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvframe.errors import InputError
 from kvframe.ops import native
@@ -225,6 +227,19 @@ def attend_kernel(at_once: int, key_levels: bool, value_levels: bool, rebuilt: b
     return compiled(kernel)
 
 
+def _whole(query: Tensor, rebuild: Rebuild, heads: int) -> tuple[Tensor, Rebuild]:
+    """Queries and keys with channels of zeros behind each head's, so that all can be rebuilt COLUMNS at a time."""
+    dim = query.shape[2]
+    if dim * heads % COLUMNS == 0:
+        return query, rebuild
+
+    def wider(matrix: Tensor) -> Tensor:
+        return pad(matrix.unflatten(-1, (heads, dim)), (0, -dim % COLUMNS)).flatten(-2)
+
+    made = {name: wider(getattr(rebuild, name)) for name in ("synthesis", "first", "center")}
+    return pad(query, (0, -dim % COLUMNS)).contiguous(), replace(rebuild, **made)
+
+
 def packed_attention(
     query: Tensor,
     constant: Tensor,
@@ -247,8 +262,7 @@ def packed_attention(
     if rebuild is None:
         extra: tuple[Tensor | int, ...] = (0,) * 9
     else:
-        if query.shape[2] * rows.heads % COLUMNS:
-            raise InputError(f"The cpu kernel rebuilds keys of {COLUMNS} channels or multiples; use attention: sdpa.")
+        query, rebuild = _whole(query, rebuild, rows.heads)
         parts = (rebuild.synthesis, rebuild.first, rebuild.center, rebuild.positions, rebuild.cos, rebuild.sin)
         extra = (query.shape[2], rebuild.cos.shape[1], len(rebuild.cos), *(part.contiguous() for part in parts))
     given = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvframe.builtin.encoders import Dense, Int8
 from kvframe.stages import Encoder
-from kvframe.types import Encoded, Entries, ModelInfo
+from kvframe.types import Encoded, Entries, ModelInfo, Observation
 
 
 class BindFails(Dense):
@@ -74,6 +74,17 @@ class TurnsValues(Dense):
         return replace(back, values=-back.values)
 
 
+class KeepsBias(Int8):
+    """Spends its range on what the model adds to every key."""
+
+    name: Literal["broken.keeps_bias"] = "broken.keeps_bias"  # type: ignore[assignment]
+    breaks: ClassVar = ("known_biases_cost_no_precision",)
+
+    def fit(self, observation: Observation, bound: Any = None) -> list[Any]:
+        """Return nothing that is known."""
+        return [()] * len(observation.layers)
+
+
 class OneScale(Encoder):
     """One scale for all rows of a batch, although rows are said to be coded one by one."""
 
@@ -82,6 +93,7 @@ class OneScale(Encoder):
         "coding_goes_block_by_block",
         "row_alone_equals_row_in_batch",
         "picked_rows_decode_to_themselves",
+        "known_biases_cost_no_precision",
     )
 
     def encode(self, entries: Entries, state: Any) -> Encoded:

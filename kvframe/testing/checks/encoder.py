@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from kvframe.ops import merge_attention, ragged_attention
-from kvframe.testing.case import Case, arguments, cases_for, coded, first_difference, fitted
+from kvframe.testing.case import BIAS, Case, arguments, as_given, cases_for, coded, first_difference, fitted
 from kvframe.testing.law import BrokenError, expect, law
 from kvframe.testing.numerics import attention_tolerance
 from kvframe.types import Encoded, Entries, storage_bytes
@@ -49,7 +49,7 @@ def layers_of(stage: Any, case: Case) -> list[tuple[Entries, Encoded, Entries, A
     seen, made = arguments(stage, case)
     found = []
     for entries, state in zip(made, fitted(stage, seen), strict=True):
-        entries = entries if stage.uses_positions else replace(entries, positions=None)
+        entries = as_given(stage, entries, case.prompts.model)
         found.append((entries, *coded(stage, entries, state), state))
     return found
 
@@ -247,6 +247,29 @@ def grades_are_ordered(stage: Any, case: Case) -> None:
         lost = [grade.error(state) for grade, state in zip(offered, states, strict=True)]
         expect(all(0 <= error <= 1 for error in lost), "errors from 0 to 1", f"{lost} in layer {index}")
         expect(all(a >= b for a, b in pairwise(lost)), "errors that do not rise", f"{lost} in layer {index}")
+
+
+@law("encoder", _long, weight=0.5)
+def known_biases_cost_no_precision(stage: Any, case: Case) -> None:
+    """Where the model adds up to 300 to one or two channels of every key and value, in keys those that RoPE hardly
+    turns, the other channels come back with at most twice the error that they have where nothing is added."""
+    geometry = replace(case.prompts.geometry, theta=1e6, bias=0.0)
+    laden = replace(geometry, bias=BIAS)
+    free = [bias.view(geometry.kv_heads, -1)[0] == 0 for bias in laden.biases if bias is not None]  # [D] each
+    errors = []
+    for model in (geometry, laden):
+        layers = layers_of(stage, replace(case, keep=8, groups=False, prompts=replace(case.prompts, geometry=model)))
+        errors.append(
+            [
+                float((getattr(back, name).double() - getattr(entries, name).double())[:, some].square().mean().sqrt())
+                for entries, _, back, _ in layers
+                for name, some in zip(("keys", "values"), free, strict=True)
+            ]
+        )
+    for plain, found in zip(*errors, strict=True):
+        # Turning, taking off and adding again each round what is as large as the bias.
+        limit = 2 * plain + 8 * torch.finfo(torch.float32).eps * BIAS
+        expect(found <= limit, f"an error of at most {limit:.3g}, twice that without biases", f"{found:.3g}")
 
 
 @law("encoder", _long, applies=lambda stage: bool(_bit_fields(stage)), weight=0.5)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from kvframe.bias import UnbiasedEncoder, biased, unbiased
 from kvframe.ops import bitpack
-from kvframe.stages import Encoder
 from kvframe.types import Encoded, Entries, ModelInfo
 from kvframe_baselines.affine import affine_codes, affine_values
 from kvframe_baselines.blocks import decoded, encoded, join_rows, pack_rows, runs_of, select_rows, unpack_rows
@@ -16,7 +16,7 @@ from kvframe_baselines.blocks import decoded, encoded, join_rows, pack_rows, run
 SIDES = ("keys", "values")
 
 
-class PerToken(Encoder):
+class PerToken(UnbiasedEncoder):
     """Codes each key and each value with `bits` bits a channel between its smallest and its largest one."""
 
     paper: ClassVar[str] = ""  # plain asymmetric integers are older than any paper on caches
@@ -28,8 +28,7 @@ class PerToken(Encoder):
     def encode(self, entries: Entries, state: Any) -> Encoded:
         """Return words `[M, bits, D]` and float16 `low`, `step` `[N, 1]` of keys and values."""
         runs, codes = runs_of(entries.bounds), {}
-        for side in SIDES:
-            rows = getattr(entries, side).float()
+        for side, rows in zip(SIDES, unbiased(entries, state), strict=True):
             low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
             numbers, codes[f"{side}_low"], codes[f"{side}_step"] = affine_codes(rows, self.bits, low, high)
             codes[side] = pack_rows(numbers, self.bits, runs)
@@ -42,7 +41,7 @@ class PerToken(Encoder):
             affine_values(unpack_rows(codes[side], self.bits, runs), codes[f"{side}_low"], codes[f"{side}_step"])
             for side in SIDES
         )
-        return decoded(encoded, keys, values)
+        return decoded(encoded, *biased(encoded, keys, values, state))
 
     def join(self, first: Encoded, second: Encoded, state: Any) -> Encoded:
         """Rows behind rows; nothing is coded anew."""

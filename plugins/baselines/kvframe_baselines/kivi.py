@@ -9,9 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from kvframe.bias import biased, layer_biases, unbiased
 from kvframe.ops import bitpack
 from kvframe.stages import Encoder
-from kvframe.types import Encoded, Entries, ModelInfo
+from kvframe.types import Encoded, Entries, ModelInfo, Observation
 from kvframe_baselines.affine import affine_codes, affine_values
 from kvframe_baselines.blocks import (
     decoded,
@@ -40,18 +41,23 @@ class Kivi(Encoder):
         32, description="Tokens of a group of keys; channels, at least, of a group of values."
     )
 
+    def fit(self, observation: Observation, bound: Any = None) -> Sequence[Any]:
+        """See Encoder.fit: what the model adds to every value. A key's groups go along a channel, where a constant only
+        moves the smallest value."""
+        return layer_biases(observation.model, keys=False)
+
     def encode(self, entries: Entries, state: Any) -> Encoded:
         """Return words `[M, bits, D]` of both; float16 low and step of keys `[groups, D]`, of values `[N, groups]`."""
         runs = runs_of(entries.bounds)
         group, count = self._group_of_rows(runs, entries.offsets.device)
-        keys = entries.keys.float()
+        keys, plain_values = unbiased(entries, state)
         index = group[:, None].expand(-1, keys.shape[1])
         low, high = (
             keys.new_zeros(count, keys.shape[1]).scatter_reduce(0, index, keys, kind, include_self=False)
             for kind in ("amin", "amax")
         )
         numbers, key_low, key_step = self._by_group(keys, low, high, group)
-        values = self._channel_groups(entries.values.float())  # [N, g, D / g]
+        values = self._channel_groups(plain_values)  # [N, g, D / g]
         value_numbers, value_low, value_step = affine_codes(
             values, self.bits, values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
         )
@@ -79,12 +85,17 @@ class Kivi(Encoder):
         keys = affine_values(numbers, codes["key_low"][group], codes["key_step"][group])
         numbers = self._channel_groups(unpack_rows(codes["values"], self.bits, runs))
         values = affine_values(numbers, codes["value_low"][..., None], codes["value_step"][..., None])
-        return decoded(encoded, keys, values.flatten(1))
+        return decoded(encoded, *biased(encoded, keys, values.flatten(1), state))
 
     def _channel_groups(self, rows: Tensor) -> Tensor:
-        """`[N, D]` as `[N, D / group, group]`; a head smaller than a group is one."""
-        groups = max(1, rows.shape[1] // self.group)
+        """`[N, D]` as `[N, g, D / g]`."""
+        groups = self._groups_of(rows.shape[1])
         return rows.reshape(len(rows), groups, rows.shape[1] // groups)
+
+    def _groups_of(self, dim: int) -> int:
+        """How many groups the channels of a value make: as many as are equally large and no smaller than `group`; a
+        head smaller than that is one."""
+        return next(count for count in range(max(1, dim // self.group), 0, -1) if dim % count == 0)
 
     def _group_of_rows(self, runs: bitpack.Runs, device: torch.device) -> tuple[Tensor, int]:
         """The group of keys that each row belongs to, int64 `[N]`, and how many groups there are."""
@@ -117,5 +128,5 @@ class Kivi(Encoder):
 
     def bits_per_entry(self, model: ModelInfo, itemsize: int, state: Any = ()) -> float:
         """Return `bits` a channel, 32 a channel and group of keys, 32 a token and group of channels."""
-        groups = max(1, model.head_dim // self.group)
+        groups = self._groups_of(model.head_dim)
         return 2 * self.bits * model.head_dim + 32 * model.head_dim / self.group + 32 * groups

@@ -10,16 +10,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from kvframe.bias import UnbiasedEncoder, biased, unbiased
 from kvframe.errors import StageError
 from kvframe.ops import bitpack, lloyd_max
-from kvframe.stages import Encoder
 from kvframe.types import Encoded, Entries, ModelInfo
 from kvframe_baselines.blocks import decoded, encoded, join_rows, pack_rows, runs_of, select_rows, unpack_rows
 
 SIDES = ("keys", "values")
 
 
-class Rotation(Encoder):
+class Rotation(UnbiasedEncoder):
     """Rotates keys and values by a Hadamard matrix with random signs, which makes their channels nearly normal, and
     codes each with the Lloyd-Max levels of N(0, 1) times the row's root mean square."""
 
@@ -34,8 +34,7 @@ class Rotation(Encoder):
         """Return words `[M, bits, D]` and bfloat16 scales `[N, 1]` of keys and values."""
         runs, codes = runs_of(entries.bounds), {}
         borders = lloyd_max.normal_borders(self.bits).float().to(entries.keys.device)
-        for side in SIDES:
-            rows = getattr(entries, side).float()
+        for side, rows in zip(SIDES, unbiased(entries, state), strict=True):
             turned = rows @ rotation(rows.shape[1], self.seed, rows.device)
             scale = turned.square().mean(-1, keepdim=True).sqrt().to(torch.bfloat16)
             if not bool(scale.isfinite().all()):
@@ -54,7 +53,7 @@ class Rotation(Encoder):
             rows = levels[unpack_rows(codes[name], self.bits, runs).long()] * codes[f"{name}_scale"].float()
             return rows @ rotation(rows.shape[1], self.seed, rows.device).T
 
-        return decoded(encoded, side("keys"), side("values"))
+        return decoded(encoded, *biased(encoded, side("keys"), side("values"), state))
 
     def join(self, first: Encoded, second: Encoded, state: Any) -> Encoded:
         """Rows behind rows; nothing is coded anew."""
