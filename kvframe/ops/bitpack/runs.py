@@ -43,20 +43,22 @@ class Runs:
         """Whether any block is not full."""
         return any(n % LANES for n in self.lengths)
 
-    def pad(self, columns: Tensor) -> Tensor:
-        """`[C, R]` to lanes `[C, M * 32]`, zero where no row is."""
+    def pad(self, rows: Tensor, dim: int = 1) -> Tensor:
+        """`R` rows along `dim` (by default columns, `[C, R]`) to `M * 32` lanes, zero where no row is."""
         if not self.padded:
-            return columns
-        lanes = columns.new_zeros(columns.shape[0], sum(self.blocks) * LANES)
-        for rows, target in self._pieces:
-            lanes[:, target] = columns[:, rows]
+            return rows
+        shape = list(rows.shape)
+        shape[dim] = sum(self.blocks) * LANES
+        lanes = rows.new_zeros(shape)
+        for here, target in self._pieces:
+            lanes.narrow(dim, target.start, target.stop - target.start).copy_(rows.narrow(dim, here.start, here.stop - here.start))
         return lanes
 
-    def trim(self, lanes: Tensor) -> Tensor:
-        """`[C, M * 32]` back to the rows `[C, R]`."""
+    def trim(self, lanes: Tensor, dim: int = 1) -> Tensor:
+        """`M * 32` lanes along `dim` back to the `R` rows."""
         if not self.padded:
             return lanes
-        return torch.cat([lanes[:, target] for _, target in self._pieces], 1)
+        return torch.cat([lanes.narrow(dim, target.start, target.stop - target.start) for _, target in self._pieces], dim)
 
     def join(self, words: Tensor, other: Runs, more: Tensor) -> Tensor:
         """Words `[M, W]` of these runs, each followed by the other's run of the same number (`more [M', W]`)."""
