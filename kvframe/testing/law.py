@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import HealthCheck, Phase, Verbosity, core, given, settings
 from hypothesis.errors import Flaky, HypothesisException, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
@@ -88,7 +88,10 @@ class Law:
         phases = [Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else [])]
         count = max(2, round(base.max_examples * self.weight * share))
 
-        @settings(base, max_examples=count, phases=phases)
+        # Who gives a seed wants the cases of that seed.
+        repeatable = base.derandomize and core.global_force_seed is None
+
+        @settings(base, max_examples=count, phases=phases, derandomize=repeatable)
         @given(self.cases(stage))
         def once(case: Any) -> None:
             with quiet_torch():

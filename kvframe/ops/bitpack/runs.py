@@ -30,11 +30,11 @@ class Runs:
         return tuple(-(-n // LANES) for n in self.lengths)
 
     @cached_property
-    def _pieces(self) -> list[tuple[slice, slice]]:
-        """Where each run's rows are, and where they go among the lanes."""
+    def _pieces(self) -> list[tuple[int, int, int]]:
+        """Of each run: its first row, its first lane, and how many rows it has."""
         pieces, row, lane = [], 0, 0
         for length, blocks in zip(self.lengths, self.blocks, strict=True):
-            pieces.append((slice(row, row + length), slice(lane, lane + length)))
+            pieces.append((row, lane, length))
             row, lane = row + length, lane + blocks * LANES
         return pieces
 
@@ -50,15 +50,15 @@ class Runs:
         shape = list(rows.shape)
         shape[dim] = sum(self.blocks) * LANES
         lanes = rows.new_zeros(shape)
-        for here, target in self._pieces:
-            lanes.narrow(dim, target.start, target.stop - target.start).copy_(rows.narrow(dim, here.start, here.stop - here.start))
+        for row, lane, count in self._pieces:
+            lanes.narrow(dim, lane, count).copy_(rows.narrow(dim, row, count))
         return lanes
 
     def trim(self, lanes: Tensor, dim: int = 1) -> Tensor:
         """`M * 32` lanes along `dim` back to the `R` rows."""
         if not self.padded:
             return lanes
-        return torch.cat([lanes.narrow(dim, target.start, target.stop - target.start) for _, target in self._pieces], dim)
+        return torch.cat([lanes.narrow(dim, lane, count) for _, lane, count in self._pieces], dim)
 
     def join(self, words: Tensor, other: Runs, more: Tensor) -> Tensor:
         """Words `[M, W]` of these runs, each followed by the other's run of the same number (`more [M', W]`)."""
