@@ -192,8 +192,10 @@ class Pipeline:
             if not self.holds_positions:
                 entries = replace(entries, positions=None)
             for encoder, some, state in grading.by_grade(planned, entries, self.encoders, states[index]):
+                untouched = Untouched(some)
                 with blaming(encoder):
                     encoded = returned(encoder, encoder.encode(some, state), Encoded)
+                    untouched.check(encoder)
                     check_encoded(encoded, some, encoder)
                     parts = append_part(parts, Part(encoded, encoder, state))
             layers.append(parts)

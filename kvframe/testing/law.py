@@ -88,10 +88,11 @@ class Law:
         phases = [Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else [])]
         count = max(2, round(base.max_examples * self.weight * share))
 
-        # Who gives a seed wants the cases of that seed.
-        repeatable = base.derandomize and core.global_force_seed is None
+        if core.global_force_seed is not None:
+            # Who gives a seed wants the cases of that seed.
+            base = settings(base, derandomize=False)
 
-        @settings(base, max_examples=count, phases=phases, derandomize=repeatable)
+        @settings(base, max_examples=count, phases=phases)
         @given(self.cases(stage))
         def once(case: Any) -> None:
             with quiet_torch():
