@@ -88,7 +88,7 @@ class Law:
         phases = [Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else [])]
         count = max(2, round(base.max_examples * self.weight * share))
 
-        if core.global_force_seed is not None:
+        if getattr(core, "global_force_seed", None) is not None:
             # Who gives a seed wants the cases of that seed.
             base = settings(base, derandomize=False)
 

@@ -116,7 +116,11 @@ SCORES = "scorer 'uniform'"
             "encoder 'dense' changes keys in place, which other stages and the cache read too",
         ),
         (
-            {"encoder": changed(Dense, decode=lambda s, e, state: (e.codes["keys"].mul_(2), Dense.decode(s, e, ()))[1])},
+            {
+                "encoder": changed(
+                    Dense, decode=lambda s, e, state: (e.codes["keys"].mul_(2), Dense.decode(s, e, ()))[1]
+                )
+            },
             "encoder 'dense' changes keys in place",
         ),
         ({"encoder": changed(Dense, encode=lambda s, e, state: e)}, "encoder 'dense' must return Encoded, .*Entries"),
