@@ -18,7 +18,7 @@ WORKERS ?= 2
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP):
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
@@ -41,6 +41,13 @@ lint: $(STAMP) ## Check style and types
 .PHONY: test
 test: lint ## Check style and types, then run all tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS)
+
+# ARGS names a part, such as: make test-numerics ARGS=plugins/aatc/tests
+ARGS ?=
+
+.PHONY: test-numerics
+test-numerics: $(STAMP) ## Run all tests under other instruction sets, thread counts and drawn cases (hours)
+	$(BIN)/python tests/numerics_sweep.py -n $(WORKERS) $(ARGS)
 
 .PHONY: demo
 demo: $(STAMP) ## Compare five methods at two ratios on the embedded model

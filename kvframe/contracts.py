@@ -52,10 +52,19 @@ def failure(error: Exception, *stages: Stage) -> StageError:
 
 
 class Untouched:
-    """Notices a stage that writes into what it was given."""
+    """Notices a stage that writes into what it was given: an observation, entries or codes, and more by name."""
 
-    def __init__(self, observation: Observation, **more: Tensor) -> None:
+    def __init__(self, seen: Observation | Entries | Encoded, **more: Tensor) -> None:
         self._tensors = dict(more)
+        if isinstance(seen, Observation):
+            self._observe(seen)
+        else:
+            codes = seen.codes if isinstance(seen, Encoded) else {}
+            for name, tensor in {**vars(seen), **codes}.items():
+                self._add(name, tensor)
+        self._writes = {name: writes(tensor) for name, tensor in self._tensors.items()}
+
+    def _observe(self, observation: Observation) -> None:
         for name in ("positions", "valid", "body", "surprisal", "suffix"):
             self._add(name, getattr(observation, name))
         for index, layer in enumerate(observation.layers):
@@ -63,10 +72,9 @@ class Untouched:
                 self._add(f"layers[{index}].{name}", getattr(layer, name))
         for depth, states in observation.hidden_states.items():
             self._add(f"hidden_states[{depth}]", states)
-        self._writes = {name: writes(tensor) for name, tensor in self._tensors.items()}
 
-    def _add(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
+    def _add(self, name: str, tensor: Any) -> None:
+        if isinstance(tensor, Tensor):
             self._tensors[name] = tensor
 
     def check(self, stage: Stage) -> None:

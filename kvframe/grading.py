@@ -11,11 +11,10 @@ import torch
 
 from kvframe.contracts import blaming
 from kvframe.errors import StageError
+from kvframe.ops.spend_grades import SLACK
 from kvframe.ragged import pick_rows
 from kvframe.stages import Encoder
 from kvframe.types import Entries, Grades, LayerPlan, ModelInfo, Observation
-
-SLACK = 1e-6  # by which a share may be off, in rounding
 
 
 def bind(encoders: Sequence[Encoder], model: ModelInfo) -> Any:

@@ -194,8 +194,10 @@ class Pipeline:
                 entries = replace(entries, positions=None)
             own = None if states is None else states[index]
             for encoder, some, state in grading.by_grade(planned, entries, self.encoders, own):
+                untouched = Untouched(some)
                 with blaming(encoder):
                     encoded = returned(encoder, encoder.encode(some, state), Encoded)
+                    untouched.check(encoder)
                     check_encoded(encoded, some, encoder)
                     parts = append_part(parts, Part(encoded, encoder, state))
             layers.append(parts)

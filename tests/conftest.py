@@ -8,16 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(2)
-
-# A run says the same twice; `--hypothesis-profile default` draws new cases.
-settings.register_profile("repeatable", derandomize=True, database=None)
-settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

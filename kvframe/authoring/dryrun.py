@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvframe.contracts import blaming
+from kvframe.contracts import Untouched, blaming
 from kvframe.errors import KvframeError, StageError
 from kvframe.pipeline import Compressed, Pipeline
 from kvframe.types import Observation, check_shape
@@ -72,8 +72,10 @@ def attend(pipeline: Pipeline, compressed: Compressed, observation: Observation)
     for layer, parts in zip(compressed.plan.layers, compressed.parts, strict=True):
         rows = 0
         for part in parts:
+            untouched = Untouched(part.encoded)
             with blaming(part.encoder):
                 decoded = part.decode()
+            untouched.check(part.encoder)
             rows += len(decoded.keys)
             check_shape(f"encoder '{part.encoder.name}': decoded", "keys", decoded.keys, (None, model.head_dim))
             with blaming(kernel, part.encoder):

@@ -12,6 +12,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kvframe.types import Grades
 
+SLACK = 1e-6  # by which an error, a share of 1, may be off, in rounding
+
 
 def spend_grades(
     weight: Tensor,
@@ -30,7 +32,8 @@ def spend_grades(
     their weights, and a block costs `block * heads * price[g]` even if it is not full, so nothing is cheaper than it
     is said to be. Of the grades only those on the lower convex hull of (price, loss) are used; each step from one to
     the next is taken while the budget lasts, that of the greatest gain for its cost first. That is exact but for the
-    step that does not fit any more.
+    step that does not fit any more. A dearer grade that loses the same, within rounding, is a step that gains nothing:
+    it is taken last, so a budget that pays for every token in the dearest grade buys that.
 
     Args:
         weight: `[U, N]`, finite, >= 0.
@@ -70,16 +73,24 @@ def grade_tokens(worth: Tensor, grades: Grades, budget: float, *, joint: bool, d
     return found.unflatten(0, (layers, -1)).expand(layers, heads, -1)
 
 
+def settled(error: Tensor) -> Tensor:
+    """Errors fp64 `[…, G]`, from the cheapest grade on: one that lies above the least before it, by no more than
+    rounding, is made equal to that."""
+    error = error.double()
+    least = error.cummin(-1).values
+    return torch.where(error <= least + SLACK, least, error)
+
+
 def hulls(error: Tensor, price: Sequence[float], drop: float) -> list[tuple[Tensor, Tensor, Tensor]]:
     """For each unit the steps along the lower convex hull from dropped to the best grade, in as many places as there
     are grades: gain for a unit of cost (fp64, falling; -inf in places left over), cost, and the grade reached."""
     found = []
-    for row in error.double().tolist():
+    for row in settled(error).tolist():
         points = [(0.0, drop, -1), *zip(price, row, range(len(price)), strict=True)]
         corners: list[tuple[float, float, int]] = []
         for point in points:
-            # A grade that costs more and loses no less is never used.
-            if corners and point[1] >= corners[-1][1]:
+            # A grade that costs more and loses more is never used; one that loses the same gains nothing.
+            if corners and point[1] > corners[-1][1]:
                 continue
             while len(corners) >= 2 and slope(corners[-2], corners[-1]) <= slope(corners[-2], point):
                 corners.pop()

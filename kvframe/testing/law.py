@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import HealthCheck, Phase, Verbosity, core, given, settings
 from hypothesis.errors import Flaky, HypothesisException, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
@@ -87,6 +87,10 @@ class Law:
         base = profile_settings(profile)
         phases = [Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else [])]
         count = max(2, round(base.max_examples * self.weight * share))
+
+        if getattr(core, "global_force_seed", None) is not None:
+            # Who gives a seed wants the cases of that seed.
+            base = settings(base, derandomize=False)
 
         @settings(base, max_examples=count, phases=phases)
         @given(self.cases(stage))

@@ -49,6 +49,7 @@ def prompts(
     draw: st.DrawFn,
     *,
     lengths: Sequence[int] = LENGTHS,
+    min_rows: int = 1,
     max_rows: int = 3,
     shapes: SearchStrategy[Geometry] | None = None,
     contents: Sequence[Content] = ("random",),
@@ -58,7 +59,7 @@ def prompts(
 ) -> Prompts:
     """Prompts; see Prompts for what is drawn. `max_protected` bounds sinks, recent tokens and suffix each."""
     return Prompts(
-        lengths=tuple(draw(st.lists(st.sampled_from(lengths), min_size=1, max_size=max_rows))),
+        lengths=tuple(draw(st.lists(st.sampled_from(lengths), min_size=min_rows, max_size=max_rows))),
         seed=draw(SEEDS),
         geometry=draw(geometries() if shapes is None else shapes),
         dtype=draw(st.sampled_from(dtypes)),

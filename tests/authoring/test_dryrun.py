@@ -17,7 +17,7 @@ from kvframe.errors import InputError, ModelError, StageError
 from kvframe.pipeline import Pipeline, load
 from kvframe.registry import registry
 from kvframe.spec import PipelineSpec, read_spec
-from kvframe.types import Needs
+from kvframe.types import Entries, Needs
 
 
 def pipeline_with(**stages: Any) -> Pipeline:
@@ -30,6 +30,12 @@ def pipeline_with(**stages: Any) -> Pipeline:
 def changed(kind: type, **methods: Any) -> Any:
     """An instance of a stage class with other methods."""
     return type("Changed", (kind,), {"__doc__": "Broken.", "__module__": __name__, **methods})()
+
+
+def clamped(entries: Entries) -> Entries:
+    """The same entries, in which nothing was too large."""
+    entries.keys.clamp_(-100, 100)
+    return entries
 
 
 @pytest.mark.parametrize("name", sorted(registry().specs))
@@ -104,6 +110,18 @@ SCORES = "scorer 'uniform'"
         (
             {"allocator": changed(TopK, allocate=lambda s, o, g, scores, b: TopK.allocate(s, o, g, scores.zero_(), b))},
             "allocator 'top_k' changes scores in place",
+        ),
+        (
+            {"encoder": changed(Dense, encode=lambda s, e, state: Dense.encode(s, clamped(e), state))},
+            "encoder 'dense' changes keys in place, which other stages and the cache read too",
+        ),
+        (
+            {
+                "encoder": changed(
+                    Dense, decode=lambda s, e, state: (e.codes["keys"].mul_(2), Dense.decode(s, e, ()))[1]
+                )
+            },
+            "encoder 'dense' changes keys in place",
         ),
         ({"encoder": changed(Dense, encode=lambda s, e, state: e)}, "encoder 'dense' must return Encoded, .*Entries"),
         (

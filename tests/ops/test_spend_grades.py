@@ -47,7 +47,7 @@ def test_whole_blocks_are_paid_for(seed, units, tokens, block, budget):
     found = spend_grades(weight, error, PRICE, budget, block=block, heads=3)
     assert cost(found, PRICE, block, heads=3) <= budget + 1e-9
     ranked = found.gather(1, weight.sort(dim=1, descending=True, stable=True).indices)
-    assert bool((ranked.diff(dim=1) <= 0).all()), "what matters more is never coarser"
+    assert bool((ranked.diff(dim=1) <= 0).all()), "what matters more is never errorsr"
 
 
 def test_a_grade_above_the_hull_is_never_used():
@@ -58,6 +58,26 @@ def test_a_grade_above_the_hull_is_never_used():
     assert not any(bool((grade == 1).any()) for grade in found)
 
 
+@pytest.mark.parametrize("rounding", [0.0, 1e-9, -1e-9])
+@pytest.mark.parametrize("error", [0.03, 0.0])
+def test_a_budget_that_pays_for_everything_buys_the_dearest(error, rounding):
+    """Whichever of two errors that are the same rounding made the smaller; what gains nothing is bought last."""
+    weight = torch.rand(2, 9, generator=torch.Generator().manual_seed(5))
+    weight[0, 3] = 0
+    errors = torch.tensor([[0.2, error, max(0, error + rounding)], ERROR], dtype=torch.float64)
+    everything = spend_grades(weight, errors, PRICE, 24, block=4)
+    assert everything.unique().tolist() == [2]
+    found = [spend_grades(weight, errors, PRICE, budget, block=4) for budget in range(24)]
+    assert any(bool((grade[0] == 2).any()) for grade in found)
+    assert all(bool((grade[1] == 2).all()) for grade in found if bool((grade[0] == 2).any()))
+
+
+def test_a_dearer_grade_that_loses_more_is_never_bought():
+    weight = torch.rand(2, 9, generator=torch.Generator().manual_seed(6))
+    error = torch.tensor([[0.2, 0.03, 0.031]]).expand(2, -1)
+    assert spend_grades(weight, error, PRICE, 100).unique().tolist() == [1]
+
+
 @pytest.mark.parametrize("budget", [0, 1, 7, 20, 100])
 def test_one_grade_keeps_the_heaviest(budget):
     weight = torch.rand(3, 7, generator=torch.Generator().manual_seed(2))
@@ -66,7 +86,7 @@ def test_one_grade_keeps_the_heaviest(budget):
     assert grade.flatten().ge(0).nonzero()[:, 0].tolist() == sorted(kept.tolist())
 
 
-def test_layers_that_lose_more_by_coarse_codes_get_finer_ones():
+def test_layers_that_lose_more_by_errors_codes_get_finer_ones():
     weight = torch.ones(2, 40)
     error = torch.tensor([[0.01, 0.005, 0.001], [0.4, 0.1, 0.001]])
     grade = spend_grades(weight, error, PRICE, 40)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
+from hypothesis import core
 
 import kvframe
 from kvframe.builtin.scorers import Uniform
@@ -11,9 +14,11 @@ from kvframe.errors import InputError, KvframeError
 from kvframe.pipeline import Pipeline
 from kvframe.testing import ConformanceError, Geometry, Prompts, check_spec, check_stage, laws_of
 from kvframe.testing.broken import PIPELINES, STAGES
+from kvframe.testing.broken.encoders import FirstScale
 from kvframe.testing.broken.scorers import Negative, Remembers, TakesNan
+from kvframe.testing.case import cases_for
 from kvframe.testing.checks import LAWS
-from kvframe.testing.law import profile_settings
+from kvframe.testing.law import Law, profile_settings
 from kvframe.testing.models import tiny_model
 
 
@@ -21,6 +26,7 @@ from kvframe.testing.models import tiny_model
 def _as_new():
     """Some of the broken stages remember things or spoil the model: each test starts afresh."""
     Remembers.memory.clear()
+    FirstScale.largest.clear()
     tiny_model.cache_clear()
     yield
     tiny_model.cache_clear()
@@ -88,6 +94,18 @@ def test_parameters_are_named():
 def test_checks_are_the_same_at_every_call():
     once, again = ([(r.law, r.message) for r in check_stage(Negative(), profile="dev", shrink=False)] for _ in range(2))
     assert once == again
+
+
+def test_a_seed_draws_other_cases(monkeypatch):
+    """`--hypothesis-seed`, although the cases are the same at every run without it."""
+    drawn = []
+    for seed in (None, None, 1, 2):
+        monkeypatch.setattr(core, "global_force_seed", seed)
+        cases = []
+        Law("looks", "scorer", "It looks.", lambda stage, case, to=cases: to.append(repr(case)), cases_for)(Uniform())
+        drawn.append(cases)
+    assert drawn[0] == drawn[1]
+    assert all(one != other for one, other in combinations(drawn[1:], 2))
 
 
 def test_a_stage_that_fails_to_bind_does_not_get_off():

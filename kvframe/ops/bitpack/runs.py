@@ -30,11 +30,11 @@ class Runs:
         return tuple(-(-n // LANES) for n in self.lengths)
 
     @cached_property
-    def _pieces(self) -> list[tuple[slice, slice]]:
-        """Where each run's rows are, and where they go among the lanes."""
+    def _pieces(self) -> list[tuple[int, int, int]]:
+        """Of each run: its first row, its first lane, and how many rows it has."""
         pieces, row, lane = [], 0, 0
         for length, blocks in zip(self.lengths, self.blocks, strict=True):
-            pieces.append((slice(row, row + length), slice(lane, lane + length)))
+            pieces.append((row, lane, length))
             row, lane = row + length, lane + blocks * LANES
         return pieces
 
@@ -43,20 +43,22 @@ class Runs:
         """Whether any block is not full."""
         return any(n % LANES for n in self.lengths)
 
-    def pad(self, columns: Tensor) -> Tensor:
-        """`[C, R]` to lanes `[C, M * 32]`, zero where no row is."""
+    def pad(self, rows: Tensor, dim: int = 1) -> Tensor:
+        """`R` rows along `dim` (by default columns, `[C, R]`) to `M * 32` lanes, zero where no row is."""
         if not self.padded:
-            return columns
-        lanes = columns.new_zeros(columns.shape[0], sum(self.blocks) * LANES)
-        for rows, target in self._pieces:
-            lanes[:, target] = columns[:, rows]
+            return rows
+        shape = list(rows.shape)
+        shape[dim] = sum(self.blocks) * LANES
+        lanes = rows.new_zeros(shape)
+        for row, lane, count in self._pieces:
+            lanes.narrow(dim, lane, count).copy_(rows.narrow(dim, row, count))
         return lanes
 
-    def trim(self, lanes: Tensor) -> Tensor:
-        """`[C, M * 32]` back to the rows `[C, R]`."""
+    def trim(self, lanes: Tensor, dim: int = 1) -> Tensor:
+        """`M * 32` lanes along `dim` back to the `R` rows."""
         if not self.padded:
             return lanes
-        return torch.cat([lanes[:, target] for _, target in self._pieces], 1)
+        return torch.cat([lanes.narrow(dim, lane, count) for _, lane, count in self._pieces], dim)
 
     def join(self, words: Tensor, other: Runs, more: Tensor) -> Tensor:
         """Words `[M, W]` of these runs, each followed by the other's run of the same number (`more [M', W]`)."""

@@ -85,6 +85,59 @@ class KeepsBias(Int8):
         return [()] * len(observation.layers)
 
 
+class NoValues(Dense):
+    """Forgets the values."""
+
+    name: Literal["broken.no_values"] = "broken.no_values"  # type: ignore[assignment]
+    breaks: ClassVar = ("decoding_is_nearer_than_nothing",)
+
+    def decode(self, encoded: Encoded, state: Any) -> Entries:
+        """Return zeros as values."""
+        back = super().decode(encoded, state)
+        return replace(back, values=torch.zeros_like(back.keys))
+
+
+class FirstScale(Dense):
+    """Clips to what it saw first, whoever called it."""
+
+    name: Literal["broken.first_scale"] = "broken.first_scale"  # type: ignore[assignment]
+    breaks: ClassVar = ("decoding_is_nearer_than_nothing",)
+    largest: ClassVar[list[float]] = []
+
+    def decode(self, encoded: Encoded, state: Any) -> Entries:
+        """Return values no larger than ten times the largest of the first call."""
+        back = super().decode(encoded, state)
+        if not self.largest and len(back.values):
+            self.largest.append(10 * float(back.values.abs().max()))
+        most = self.largest[0] if self.largest else 0.0
+        return replace(back, values=back.values.clamp(-most, most))
+
+
+class ClampsItsInput(Dense):
+    """Takes off what is too large, in what it was given."""
+
+    name: Literal["broken.clamps_its_input"] = "broken.clamps_its_input"  # type: ignore[assignment]
+    breaks: ClassVar = ("is_pure",)
+
+    def encode(self, entries: Entries, state: Any) -> Encoded:
+        """Return the entries as they are now."""
+        entries.keys.clamp_(-6e4, 6e4)
+        return super().encode(entries, state)
+
+
+class SeesNeighbours(Dense):
+    """Rounds the values of a large batch with one scale for all of it."""
+
+    name: Literal["broken.sees_neighbours"] = "broken.sees_neighbours"  # type: ignore[assignment]
+    breaks: ClassVar = ("neighbours_change_nothing",)
+
+    def encode(self, entries: Entries, state: Any) -> Encoded:
+        """Return the values on a grid, if there are many entries."""
+        step = entries.values.abs().amax() / 127 if len(entries.values) > 512 else None
+        values = entries.values if step is None else (entries.values / step).round() * step
+        return super().encode(replace(entries, values=values), state)
+
+
 class OneScale(Encoder):
     """One scale for all rows of a batch, although rows are said to be coded one by one."""
 
@@ -94,6 +147,8 @@ class OneScale(Encoder):
         "row_alone_equals_row_in_batch",
         "picked_rows_decode_to_themselves",
         "known_biases_cost_no_precision",
+        "neighbours_change_nothing",
+        "declared_bits_are_held",
     )
 
     def encode(self, entries: Entries, state: Any) -> Encoded:
@@ -180,6 +235,19 @@ class OnlyRounds(Int8):
         return replace(encoded, codes={name: codes.to(encoded.dtype) for name, codes in encoded.codes.items()})
 
 
+class HidesScales(Int8):
+    """Holds two numbers an entry that it does not declare."""
+
+    name: Literal["broken.hides_scales"] = "broken.hides_scales"  # type: ignore[assignment]
+    breaks: ClassVar = ("declared_bits_are_held",)
+
+    def encode(self, entries: Entries, state: Any) -> Encoded:
+        """Return the codes, and the means of keys and values."""
+        encoded = super().encode(entries, state)
+        means = torch.stack([entries.keys.float().mean(-1), entries.values.float().mean(-1)], 1)
+        return replace(encoded, codes={**encoded.codes, "means": means})
+
+
 class HoldsViews(Dense):
     """Holds views of a buffer that is twice as large."""
 
@@ -197,7 +265,7 @@ class Header(Dense):
     """Holds a header even if there is nothing behind it."""
 
     name: Literal["broken.header"] = "broken.header"  # type: ignore[assignment]
-    breaks: ClassVar = ("nothing_is_coded_as_nothing",)
+    breaks: ClassVar = ("nothing_is_coded_as_nothing", "declared_bits_are_held")
 
     def encode(self, entries: Entries, state: Any) -> Encoded:
         """Return the rows and a header."""

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from kvframe.contracts import writes
 from kvframe.errors import KvframeError
 from kvframe.plain import held_tensors
 from kvframe.stages import Encoder, Kernel
@@ -102,14 +103,18 @@ def binds_or_refuses(stage: Any, case: Case) -> None:
 
 @law("stage", _pairs)
 def is_pure(stage: Any, cases: tuple[Case, Case]) -> None:
-    """Inputs are not changed, nor torch's random state; the same inputs give the same bits, whatever came in
+    """Inputs are not written to, nor torch's random state; the same inputs give the same bits, whatever came in
     between."""
     given, other = (arguments(stage, case) for case in cases)
     before, state = [tensor.clone() for tensor in held_tensors(given)], torch.get_rng_state()
+    written = [writes(tensor) for tensor in held_tensors(given)]
     first = [tensor.clone() for tensor in held_tensors(invoke(stage, given))]
     expect(torch.equal(torch.get_rng_state(), state), "torch's global random state as before (use a local generator)")
     for old, new in zip(before, held_tensors(given), strict=True):
         expect(torch.equal(old, new), "inputs as before", f"an input {list(new.shape)} of {new.dtype} that changed")
+    # What clamps in place, for example, changes only some inputs.
+    for count, new in zip(written, held_tensors(given), strict=True):
+        expect(writes(new) == count, "inputs left alone", f"a write into one of {list(new.shape)}, {new.dtype}")
     invoke(stage, other)
     again = list(held_tensors(invoke(stage, given)))
     expect(len(first) == len(again), "the same outputs twice")

@@ -140,6 +140,8 @@ def _describe(
     rms = basis.energy.sqrt().float()
     gain = torch.quantile(latent.abs(), PERCENTILE, dim=1) if code == "max" else rms.clone()
     floor = SILENT * basis.energy.mean().sqrt().float()
+    # What never moves beyond that is rounding, or next to it, and says nothing of what a code loses.
+    latent = latent.masked_fill((latent.abs() <= floor).all(1, keepdim=True), 0)
     gain = gain.clamp_min(floor) if bool(floor > 0) else torch.ones_like(gain)
     one_bit, distortion, median = measure(latent / gain[:, None], code, one_bit_code)
     return {

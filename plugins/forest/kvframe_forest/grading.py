@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvframe.ops.spend_grades import settled
 from kvframe.types import Grades
 from kvframe_forest.growth import Forest
 from kvframe_forest.pruning import Choice, cheapest_pruning
@@ -49,7 +50,7 @@ class Offer:
         mean = points.new_zeros(units, points.shape[1]).index_add_(0, unit, points * share)
         apart = mean.index_select(0, unit).sub_(points).square_().sum(-1)
         spread = mass.new_zeros(units).index_add_(0, unit, (apart * share[:, 0]).double())
-        lost = spread[:, None] * grades.error.double().repeat_interleave(batch * heads, 0)  # [units, G]
+        lost = spread[:, None] * settled(grades.error).repeat_interleave(batch * heads, 0)  # [units, G]
         row = torch.arange(units, device=unit.device) // heads % batch
         price = torch.tensor(grades.price, dtype=torch.float64, device=unit.device)
         return cls(mass[:, None] * lost[owner], price, grades.block, owner, row)
@@ -59,6 +60,16 @@ class Offer:
         cost = self.noise + per_entry[self.row[self.unit], None] * self.price
         least, grade = cost.min(1)
         return least, grade
+
+    def finest(self, drop: Tensor) -> tuple[Choice, Tensor]:
+        """The choice that loses least where nothing has a price, and the grade of each node: every leaf for itself,
+        unless dropping it (`drop [M]`) loses less; of grades that lose the same the dearest."""
+        least = self.noise.min(1, keepdim=True).values
+        grade = torch.where(self.noise == least, torch.arange(len(self.price), device=least.device), 0).amax(1)
+        entry, lost = (torch.zeros_like(self.unit, dtype=torch.bool) for _ in range(2))
+        kept = least[: len(drop), 0] <= drop
+        entry[: len(drop)], lost[: len(drop)] = kept, ~kept
+        return Choice(entry, lost), grade
 
     def spent(self, entry: Tensor, grade: Tensor, rows: int) -> Tensor:
         """What the entries cost, fp64 `[B]`."""
@@ -70,14 +81,17 @@ class Offer:
 
 def prune_graded(forest: Forest, drop: Tensor, offer: Offer, budget: Tensor, steps: int) -> tuple[Choice, Tensor]:
     """The cheapest pruning at the lowest price found, by bisection, whose entries cost no more than `budget` int64
-    `[B]`, but for at most a 256th of it; and the grade of each node, int64 `[nodes]`."""
+    `[B]`, but for at most a 256th of it; and the grade of each node, int64 `[nodes]`. A budget that pays for the finest
+    choice buys that."""
     rows = len(budget)
     row_of_leaf = offer.row[offer.unit[: forest.leaves]]
     most = drop.new_zeros(rows).index_add_(0, row_of_leaf, drop).clamp_min(1e-30) * 2
     low, high = (most * 1e-15).log(), (most / offer.price[0]).log()
-    best = Choice(torch.zeros_like(offer.unit, dtype=torch.bool), torch.zeros_like(offer.unit, dtype=torch.bool))
-    best.lost[: forest.leaves] = True
-    best_grade, most_spent = torch.zeros_like(offer.unit), budget.new_zeros(rows).double()
+    best, best_grade = offer.finest(drop)
+    paid = offer.spent(best.entry, best_grade, rows) <= budget
+    at, leaf = paid[offer.row[offer.unit]], torch.arange(len(offer.unit), device=drop.device) < forest.leaves
+    best = Choice(best.entry & at, torch.where(at, best.lost, leaf))
+    most_spent = torch.where(paid, budget, 0).double()
     for _ in range(steps):
         middle = (low + high) / 2
         each, grade = offer.at(middle.exp())

@@ -98,3 +98,16 @@ def test_a_row_in_a_batch_is_as_alone(forest_of, seed, mine, other):
     assert torch.equal(together >= 0, single >= 0)
     kept = single >= 0
     assert torch.equal(grade[together[kept]], alone_grade[single[kept]])
+
+
+@pytest.mark.parametrize("rounding", [0.0, 1e-9, -1e-9])
+def test_a_budget_that_pays_for_everything_buys_the_dearest(forest_of, rounding):
+    """Whichever of two errors that are the same rounding made the smaller; a row that cannot pay is as before."""
+    forest, points, weight, unit = forest_of(4, 2, 9)
+    grades = Grades(PRICE, torch.tensor([[0.03, 0.03 + rounding]], dtype=torch.float64), 4)
+    offer = Offer.of(forest, points, weight, unit, (1, 1, 2), grades)
+    choice, grade = prune_graded(forest, weight * 9, offer, torch.tensor([2 * 12]), 40)
+    assert choice.entry.nonzero()[:, 0].tolist() == list(range(18))
+    assert grade[choice.entry].unique().tolist() == [1]
+    choice, grade = prune_graded(forest, weight * 9, offer, torch.tensor([2 * 12 - 1]), 40)
+    assert float(offer.spent(choice.entry, grade, 1)) <= 2 * 12 - 1
