@@ -227,11 +227,11 @@ class Pipeline:
     def cache(
         self, model: PreTrainedModel, prefix_length: Lengths = 0, suffix_length: Lengths | None = None
     ) -> CompressedCache:
-        """A cache for `model.generate(..., past_key_values=cache)`.
+        """A cache for `model.generate(..., cache=cache)`.
 
         `prefix_length` and `suffix_length` (one number, or one a row) count the tokens of the prompt's template prefix
-        and of the question: kept exactly, not charged. Sets nothing on the model.
-        Raises ModelError if the model's attention is not one that kvframe knows."""
+        and of the question: kept exactly, not charged. Nothing is set on the model, which reads one token twice when
+        its first cache is made. Raises ModelError if its attention is not one that kvframe knows."""
         from kvframe.hf.cache import CompressedCache
 
         return CompressedCache(self, model, prefix_length, suffix_length)

@@ -3,6 +3,7 @@
 import warnings
 
 import families
+import models_page
 import pytest
 import torch
 from transformers import DynamicCache
@@ -11,6 +12,7 @@ import kvframe
 from kvframe.errors import ModelError
 from kvframe.testing.numerics import logits_tolerance
 
+PAGE = models_page.PAGE.read_text(encoding="utf-8").splitlines()
 LENGTHS = (27, 14)
 RATIO = {"budget.ratio": 2, "protect.recent": 4, "protect.sink": 2}
 SPECS = {"snapkv": RATIO, "gracekv": RATIO, "centroidkv": RATIO, "int8": {"protect.recent": 4}}
@@ -56,6 +58,7 @@ def refusal(model) -> str:
 @pytest.mark.parametrize("kind", families.kinds())
 def test_family(kind):
     model = families.make(kind)
+    assert models_page.row(kind, model) in PAGE, "make docs/models.md anew: python tests/models_page.py"
     rows = [torch.randint(3, 97, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     if said := refusal(model):
         assert said.startswith(type(model).__name__)
@@ -81,3 +84,8 @@ def test_family(kind):
     low = model.to(torch.bfloat16)
     want = low.generate(**inputs, **settings)
     assert torch.equal(low.generate(**inputs, cache=kvframe.load("identity").cache(low), **settings), want)
+
+
+def test_the_page_lists_each_kind_once():
+    listed = [line.split(" ")[1] for line in PAGE if line.startswith("| ") and not line.startswith("| transformers'")]
+    assert sorted(listed) == sorted(families.CLASSES)
