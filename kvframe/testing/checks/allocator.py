@@ -231,8 +231,11 @@ def grades_stay_within_budget(stage: Any, drawn: tuple[Case, Grades]) -> None:
 
 @law("allocator", _two_budgets)
 def more_budget_keeps_no_fewer(stage: Any, drawn: tuple[Case, int]) -> None:
-    """A larger budget never leaves a row with fewer entries."""
+    """A larger budget, be it by a single entry, never leaves a row with fewer entries."""
     case, more = drawn
-    small, large = sorted((case.eighths, more))
-    counts = [spent(invoke(stage, arguments(stage, replace(case, eighths=n)))) for n in (small, large)]
-    expect((counts[0] <= counts[1]).all(), f"at least {counts[0].tolist()} entries", str(counts[1].tolist()))
+    given = [arguments(stage, replace(case, eighths=n)) for n in sorted((case.eighths, more))]
+    *rest, budget = given[0]
+    given.insert(1, (*rest, torch.minimum(budget + 1, given[1][-1])))
+    counts = [spent(invoke(stage, each)) for each in given]
+    for fewer, enough in pairwise(counts):
+        expect((fewer <= enough).all(), f"at least {fewer.tolist()} entries", str(enough.tolist()))
