@@ -35,7 +35,7 @@ def check_plan(plan: Plan, observation: Observation, budget: Tensor, owner: str,
             )
         spent += layer.n_entries.sum(-1) if grades is None else grades.cost(layer)
     # Prices are fractions, which are added up in another order here.
-    if bool((spent > budget * (1 + 1e-9)).any()):
+    if bool((spent > budget.double() * (1 + 1e-9)).any()):
         row = int((spent - budget).argmax())
         made = f"{int(spent[row])} entries" if grades is None else f"entries that cost {spent[row]:.1f}"
         raise StageError(f"{owner} made {made} for row {row}, but the budget is {int(budget[row])}.")

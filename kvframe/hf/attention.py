@@ -67,7 +67,7 @@ def _handing_out(look_up: Callable[..., Attention]) -> Callable[..., Attention]:
 def _attend(base: Attention, *args: Any, **kwargs: Any) -> Any:
     layer = kwargs.pop(LAYER, None)
     if (listen := getattr(layer, "listen", None)) is not None:  # one that only looks on; see `kvframe.hf.probe`
-        settings = dict(kwargs)
+        settings = {**kwargs, "attention_mask": args[4] if len(args) > 4 else kwargs.get("attention_mask")}
         listen(args[0], args[1], settings.pop("scaling", None), settings)
         layer = None
     if layer is None:

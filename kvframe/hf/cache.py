@@ -251,6 +251,10 @@ class CompressedCache(SteppedCache):
     def report(self) -> CacheReport:
         """Tokens, entries, measured bytes and ratios, as of now."""
         self.settle()
+        return self.measured()
+
+    def measured(self) -> CacheReport:
+        """The report in the middle of a step, which goes on."""
         extra = [t for t in (self.valid, self.positions, self.recent_validity_bias) if t is not None]
         return self.ledger.report(
             self.compressed_layers,

@@ -140,6 +140,9 @@ def _check_told(model: PreTrainedModel, one: Seen, layer: int) -> None:
     for name in UNSUPPORTED:
         if one.settings.get(name) is not None:
             raise _unknown(model, f"layer {layer} gives its attention function a '{name}'")
+    mask = one.settings.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
+        raise _unknown(model, f"layer {layer} gives its attention a mask of its own for each of {mask.shape[1]} heads")
     positions = one.told.get("position_ids")
     if positions is not None and positions.ndim != 2:
         raise _unknown(
@@ -198,6 +201,8 @@ def _rotations(model: PreTrainedModel, layer_ids: tuple[int, ...], seen: Probe |
         # Where positions are in the embeddings nothing is the same at both, but keys are still what was projected.
         if likely is None and not offers and seen.there[layer].keys_as_projected:
             likely = rotation.NONE
+        if not bool(keys.isfinite().all()):  # the model overflows; that is for whoever reads a prompt to say
+            likely = offers[0] if offers else rotation.NONE
         if likely is None:
             raise _unknown(model, f"the keys of layer {layer} are turned otherwise than any of its rotary modules says")
         if likely.kind in rotation.CHANGING:

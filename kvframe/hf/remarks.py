@@ -42,7 +42,7 @@ def on_compression(cache: CompressedCache, regions: Regions, prompt: bool, items
     learned = storage_bytes(list(held_tensors(cache.states))) if fresh and cache.bound is None else 0
     if learned and not budget.counts_entries:
         allowed = allowed_bytes(budget, regions, info, itemsize)
-        held = cache.report()
+        held = cache.measured()
         text = (
             f"the budget of {size_text(int(allowed))} does not pay for what the encoder learned from this prompt, "
             f"{size_text(learned)}: {size_text(held.bytes)} are held, and {size_text(held.full_bytes)} would be the "

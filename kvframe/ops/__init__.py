@@ -14,7 +14,7 @@ from kvframe.ops.ragged_attention import (
 from kvframe.ops.segment_pool import segment_pool
 from kvframe.ops.select_top import select_top
 from kvframe.ops.soft_matching import soft_matching
-from kvframe.ops.spend_grades import grade_tokens, spend_grades
+from kvframe.ops.spend_grades import grade_tokens, settled, spend_grades
 
 __all__ = [
     "IntervalTables",
@@ -38,5 +38,6 @@ __all__ = [
     "segment_pool",
     "select_top",
     "soft_matching",
+    "settled",
     "spend_grades",
 ]

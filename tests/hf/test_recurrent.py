@@ -201,6 +201,7 @@ def test_the_report_counts_what_is_compressed(name):
     full = [stock.layers[layer.layer] for layer in report.layers]
     assert report.full_bytes == sum(t.numel() * t.element_size() for layer in full for t in (layer.keys, layer.values))
     beside = [t for t in (cache.valid, cache.positions, cache.recent_validity_bias) if t is not None]
+    beside += cache.columns.tensors()
     assert report.bytes == sum(layer.bytes for layer in report.layers) + storage_bytes(beside)
     assert report.entry_ratio == pytest.approx(2, rel=0.05)
     assert report.other_layers == sum(not dummy for dummy in stock.is_dummy) - len(full)

@@ -129,7 +129,7 @@ class SeesNeighbours(Dense):
     """Rounds the values of a large batch with one scale for all of it."""
 
     name: Literal["broken.sees_neighbours"] = "broken.sees_neighbours"  # type: ignore[assignment]
-    breaks: ClassVar = ("neighbours_change_nothing",)
+    breaks: ClassVar = ("neighbours_change_nothing", "known_biases_cost_no_precision")
 
     def encode(self, entries: Entries, state: Any) -> Encoded:
         """Return the values on a grid, if there are many entries."""

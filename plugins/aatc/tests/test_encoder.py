@@ -168,8 +168,7 @@ def test_a_projections_bias_stays_out_of_the_code():
         found = part.decode().keys.view(2, 112, 16)
         error[spec] = float((found - keys).square().sum() / (keys - turned).square().sum())
     # Relative to what is left without the bias, which is a thousandth of the whole.
-    assert error["aatc-paper"] < 0.5
-    assert error["int2"] > 5
+    assert max(error.values()) < 0.5
 
 
 @pytest.mark.parametrize("first", [[32, 64], [31, 33], [1, 40], [7, 0]])

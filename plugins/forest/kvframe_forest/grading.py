@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvframe.ops.spend_grades import settled
+from kvframe.ops import settled
 from kvframe.types import Grades
 from kvframe_forest.growth import Forest
 from kvframe_forest.pruning import Choice, cheapest_pruning
