@@ -124,6 +124,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "mamba_headdim": 16,
     },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
+    "zamba": {
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "mamba", "hybrid"],
+        "num_hidden_layers": 6,
+        "mamba_d_state": 8,
+        "num_key_value_heads": 4,
+        "head_dim": ...,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 TEXT = "its text model is listed under a name of its own"
@@ -136,7 +143,7 @@ LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(("git", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"), OTHER),
     **dict.fromkeys(("trocr", "whisper"), OTHER),
     **dict.fromkeys(("cohere_compass_text", "dbrx", "dory", "inkling2_text", "inkling2_loop_text"), FAILS),
-    **dict.fromkeys(("longcat_flash", "qwen4_exp_text", "xlstm", "zamba"), FAILS),
+    **dict.fromkeys(("longcat_flash", "qwen4_exp_text", "xlstm"), FAILS),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model"),
 }
 

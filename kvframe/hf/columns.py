@@ -96,14 +96,3 @@ class Columns:
         """Hold what `dump` gave."""
         self.padding, self.compressed, self.edge = held["padding"], held["compressed"], held["edge"]
         self._note()
-
-    def guess(self, tokens: Tensor | None, valid: Tensor, seen: int) -> None:
-        """For a file that does not say: what is not a token stands at the left, and all that is not exact is
-        compressed."""
-        self.padding = None if tokens is None else seen - tokens
-        if seen == valid.shape[1]:
-            return
-        held = ~self.padded(seen, valid)
-        held[:, seen - valid.shape[1] :] &= ~valid
-        self.compressed, self.edge = held, seen - valid.shape[1]
-        self._note()

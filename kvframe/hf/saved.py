@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvframe")
 
 # Counts up when what stands in the file changes.
-FORMAT = 1
+FORMAT = 2
 HEADER = "kvframe cache"
 BOOKS = ("compressions", "seconds", "tokens", "begun", "context", "allowed", "kept", "owed", "notes", "remarks")
 
@@ -178,7 +178,7 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
                 "The saved cache was coded with another calibration than this one; load it where that calibration is, "
                 "or make it anew."
             )
-        cache.states = spread(cache.bound, own) if header.get("fitted", True) else None
+        cache.states = spread(cache.bound, own) if header["fitted"] else None
     elif header["states"] is not None:
         # Mapped tensors lie at odd addresses, where matrix products round differently.
         cache.states = spread(map_tensors(read(header["states"]), torch.clone), own)
@@ -199,10 +199,7 @@ def _restore(cache: CompressedCache, header: dict[str, Any], tensors: Mapping[st
     for name, value in read(header["books"]).items():
         setattr(cache.ledger, name, value)
     cache.valid, cache.positions, cache.pending = read(header["valid"]), read(header["positions"]), header["pending"]
-    if "columns" in header:
-        cache.columns.restore(read(header["columns"]))
-    else:  # files of 0.1 have none
-        cache.columns.guess(cache.ledger.tokens, cache.valid, cache.compressed_layers[0].seen)
+    cache.columns.restore(read(header["columns"]))
     cache.note_validity()
 
 
@@ -212,7 +209,7 @@ def _part(held: dict[str, Any], encoded: dict[str, Any], encoders: tuple[Any, ..
     codes = Encoded(format=held["format"], dtype=getattr(torch, held["dtype"]), **encoded)
     if held["exact"]:
         return Part(codes, Dense())
-    grade = held.get("grade", 0)  # files of 0.1 have none
+    grade = held["grade"]
     return Part(codes, encoders[grade], state if len(encoders) == 1 else state[grade])
 
 

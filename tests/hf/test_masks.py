@@ -4,12 +4,9 @@ tokens follow the mask of each call as transformers' own cache does; compressed 
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from tiny import batch, tiny_model
 from torch.nn.functional import pad
 from transformers import DynamicCache
@@ -17,7 +14,6 @@ from transformers import DynamicCache
 import kvframe
 from kvframe.errors import InputError
 from kvframe.hf.columns import Columns
-from kvframe.hf.saved import HEADER, _checksum
 
 IDENTITY = ("identity", {"protect.recent": 5, "protect.sink": 2})
 SNAPKV = ("snapkv", {"budget.ratio": 1, "protect.recent": 8, "protect.sink": 3})
@@ -342,25 +338,3 @@ def test_a_reset_cache_knows_nothing(llama):
     cache.compress()
     cache.reset()
     assert vars(cache.columns) == vars(Columns())
-
-
-def test_a_file_that_does_not_say_is_read_as_left_padded(tmp_path):
-    """Files of 0.1 have no word of the columns."""
-    model, inputs = tiny_model("llama"), batch([50, 37])
-    cache = kvframe.load(*DROPS).cache(model)
-    model(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp_min(0), cache=cache)
-    cache.compress()
-    cache.save(tmp_path / "new")
-    with safe_open(tmp_path / "new", framework="pt") as file:
-        header = json.loads(file.metadata()[HEADER])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    del header["columns"]
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("columns.")}
-    text = json.dumps(header)
-    save_file(tensors, tmp_path / "old", {HEADER: text, "sha256": _checksum(text, tensors)})
-    old, columns = kvframe.load_cache(tmp_path / "old", model), cache.columns
-    assert old.columns.padding.tolist() == [0, 13]
-    seen = old.get_seq_length()
-    assert torch.equal(old.columns.held(seen, old.valid), columns.held(seen, cache.valid))
-    assert old.columns.end == columns.end
-    assert old.columns.gaps
