@@ -37,7 +37,7 @@ __all__ = [
     "ragged_attention",
     "segment_pool",
     "select_top",
-    "soft_matching",
     "settled",
+    "soft_matching",
     "spend_grades",
 ]
