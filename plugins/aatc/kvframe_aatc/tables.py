@@ -102,7 +102,8 @@ def build(moments: Moments, choices: Choices) -> Tables:
             seen_by = block_diagonal(queries[members])
             mean = sums.key_sum[group] / moments.tokens * choices.center_keys
             moment = sums.keys[group] / moments.tokens - torch.outer(mean, mean)
-            basis = query_weighted(moment, seen_by) if choices.basis == "query_weighted" else pca(moment)
+            weighted, asked = choices.basis == "query_weighted", moments.query_tokens
+            basis = query_weighted(moment, seen_by, asked) if weighted else pca(moment)
             weight = _weight(basis, seen_by, choices, moments.query_tokens)
             center = mean if key_bias is None or not moments.before_rope else mean + key_bias[columns].cpu()
             sample = sample_keys[:, columns] - mean.float()

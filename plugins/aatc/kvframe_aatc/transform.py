@@ -31,17 +31,19 @@ def pca(moment: Tensor) -> Basis:
     return Basis(vectors, vectors, energy)
 
 
-def query_weighted(moment: Tensor, queries: Tensor) -> Basis:
+def query_weighted(moment: Tensor, queries: Tensor, seen: int | None = None) -> Basis:
     """The basis in which the query-weighted error of keys is the plain squared one (NOVA-KV, arXiv 2608.04074).
 
     With `queries` `M = sum E[q q^T]` and the eigenvectors of `M^1/2 S M^1/2 = E Λ E^T`, the latent is `E^T M^1/2 k`,
-    and `|h - h'|^2 = (k - k')^T M (k - k')`. A singular `M` is lifted by a billionth of its mean."""
+    and `|h - h'|^2 = (k - k')^T M (k - k')`. A singular `M` is lifted by a billionth of its mean; where it is known how
+    many tokens' queries were `seen`, by the square of one in as many and one, if that is more: what a few queries did
+    not look at the next ones may, and a key's error there must not grow beyond measure."""
     weight = symmetric(queries)
     mean = weight.diagonal().mean()
     if not bool(mean > 0):
         return pca(moment)
     values, vectors = torch.linalg.eigh(weight)
-    values = values.clamp_min(0) + JITTER * mean
+    values = values.clamp_min(0) + max(JITTER, 0.0 if seen is None else (1 + seen) ** -2) * mean
     root = (vectors * values.sqrt()) @ vectors.T
     inverse = (vectors / values.sqrt()) @ vectors.T
     rotated = pca(root @ moment.to(root) @ root)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from tiny import observation
 
+from kvframe.execute import execute
 from kvframe.ops import bitpack
+from kvframe.types import LayerPlan
 from kvframe_aatc import Transform
 from kvframe_aatc.coder import Coder
 from kvframe_aatc.quantiser import Channels
@@ -37,3 +39,16 @@ def test_channels_that_never_moved_do_not_say_what_a_code_loses(tokens, rope):
     to nothing, on any processor."""
     stage = Transform(calibration="prompt", rope=rope, key_bits=12, value_bits=12, count_scales=False, key_shift=0)
     assert all(state.error < 1e-4 for state in stage.fit(observation([tokens])))
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 9])
+def test_what_few_queries_did_not_look_at_is_not_lost_beyond_measure(tokens):
+    """The queries of a few tokens span as many directions; a later one may look along another, where a key must not be
+    off by many times its own size."""
+    stage = Transform(calibration="prompt", rope="post", joint_heads=2, key_shift=0)
+    seen = observation([tokens], dim=32)
+    state = stage.fit(seen)[0]
+    plan = LayerPlan.keep(seen.body[:, None].expand(seen.shape[1:]))
+    entries = execute(plan, seen.layers[0], seen.positions, seen.model.rope[0])
+    back = stage.decode(stage.encode(entries, state), state)
+    assert (back.keys - entries.keys).square().sum() < 0.5 * entries.keys.square().sum()

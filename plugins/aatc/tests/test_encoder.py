@@ -11,6 +11,7 @@ from tiny import MODELS, batch, greedy, info, observation, tiny_model
 import kvframe
 from kvframe.errors import SpecError, StageError
 from kvframe.execute import execute
+from kvframe.hf import model_info
 from kvframe.testing import parametrize_with_checks
 from kvframe.types import Encoded, Entries, LayerPlan, storage_bytes
 from kvframe_aatc import Transform
@@ -150,7 +151,7 @@ def test_a_projections_bias_stays_out_of_the_code():
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias.data.normal_(0, 40, generator=torch.Generator().manual_seed(1))
         layer.self_attn.v_proj.bias.data.normal_(0, 5, generator=torch.Generator().manual_seed(2))
-    own = kvframe.hf.model_info(model).projection_bias(0)
+    own = model_info(model).projection_bias(0)
     assert torch.equal(own[0], model.model.layers[0].self_attn.k_proj.bias)
     inputs = batch([120])
     error = {}
