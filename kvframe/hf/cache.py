@@ -32,7 +32,7 @@ from kvframe.hf.positions import Positions
 from kvframe.hf.precision import without_autocast
 from kvframe.hf.protected import full_rows, regions_now, uncompressed
 from kvframe.hf.recurrent import compressed_layer, forget, own_layers
-from kvframe.hf.step import SteppedCache, begin, whole_or_not_at_all
+from kvframe.hf.step import SteppedCache, begin, watch_the_end, whole_or_not_at_all
 from kvframe.hf.watch import Watch
 from kvframe.hf.weights import check_weights
 from kvframe.hf.width import choose_width
@@ -95,6 +95,8 @@ class CompressedCache(SteppedCache):
         self.states: Any = None
         self.watch = Watch(self.needs)
         self.watch.attach(model, self)
+        self.ends_behind = self.watch.surprisal is not None
+        watch_the_end(model, self)
         self._positions = Positions(model, self, self.info.layer_ids[0])
 
     def begin_with(self, bound: Any) -> None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvframe.hf.cache import CompressedCache
 
 
+INFERENCE = "A kvframe cache is for inference; call the model under torch.no_grad()."
+
+
 class CompressedLayer(CacheLayerMixin):
     """Holds compressed parts and the exact recent tokens; `update` hands itself to the attention function."""
 
@@ -62,7 +65,7 @@ class CompressedLayer(CacheLayerMixin):
                 "kvframe's attention would not be reached; use a model class of that version."
             )
         if key_states.requires_grad:
-            raise InputError("A kvframe cache is for inference; call the model under torch.no_grad().")
+            raise InputError(INFERENCE)
         passed_on[LAYER] = self
         dtype = self.recent.dtype or common_dtype(key_states, value_states)
         self.recent.append(key_states.to(dtype), value_states.to(dtype))

@@ -3,21 +3,25 @@ breaks off. For whatever reason it does, it is taken back whole, so that the cal
 
 from __future__ import annotations
 
-import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvframe.errors import InputError, ModelError
-from kvframe.hf.layer import CompressedLayer
+from kvframe.hf.finding import decoder_of
+from kvframe.hf.hook import Hook, called_with
+from kvframe.hf.layer import INFERENCE, CompressedLayer
 from kvframe.hf.recurrent import own_layers
+from kvframe.plain import map_tensors
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvframe.hf.cache import CompressedCache
     from kvframe.hf.columns import Columns
     from kvframe.hf.ledger import Ledger
@@ -64,8 +68,10 @@ class Before:
 
 
 def _held(layer: Any) -> dict[str, Any]:
+    held = dict(vars(layer))
     # The states of linear attention are written in place.
-    return (copy.deepcopy if isinstance(layer, LinearAttentionCacheLayerMixin) else dict)(vars(layer))
+    recurs = isinstance(layer, LinearAttentionCacheLayerMixin)
+    return map_tensors(held, lambda state: state.detach().clone()) if recurs else held
 
 
 OWN_MODEL = (
@@ -83,7 +89,7 @@ class SteppedCache(Cache):
     watch: Watch
     info: ModelInfo
     compressed_layers: list[CompressedLayer]
-    _attention: WeakSet[nn.Module]
+    _attention: weakref.WeakSet[nn.Module]
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers=layers)
@@ -91,8 +97,10 @@ class SteppedCache(Cache):
         self._awaited: object = None  # the layer that was updated, but not attended yet
         self._unreached = False
         attending = [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
-        self._first_index, self._last_layer = attending[0], layers[attending[-1]]
-        self._one_layer = len(attending) == 1
+        # Recurrent layers before this one come before any attention does, and of a layer with both its recurrent half.
+        self._first_index = attending[0] + (len(attending) > 1)
+        self._last_layer = layers[attending[-1]]
+        self.ends_behind = False  # something beside attention still happens in a step after the last layer that attends
 
     def check_step(self, key_states: Tensor, passed_on: dict[str, Any]) -> None:
         """Raise InputError for keys `[B, H, Q, D]` of another number of rows than are held."""
@@ -109,8 +117,13 @@ class SteppedCache(Cache):
     def begin_recurrence(self, layer_idx: int) -> None:
         """A recurrent layer is asked for its state, which may then be written in place. Before the first layer that
         attends, a step begins with that."""
-        if self.step is None and layer_idx <= self._first_index and not self._one_layer:
+        if self.step is None and layer_idx < self._first_index:
             self.step = Before(self)
+
+    def _refuse_gradients(self, state: Tensor) -> None:
+        if state.requires_grad:
+            self.take_back()
+            raise InputError(INFERENCE)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """As transformers has it; see `begin_recurrence`."""
@@ -118,8 +131,9 @@ class SteppedCache(Cache):
         return super().get_conv_state(layer_idx, state_idx)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """As transformers has it; see `begin_recurrence`."""
+        """As transformers has it; see `begin_recurrence`. Raises InputError for a state that carries gradients."""
         self.begin_recurrence(layer_idx)
+        self._refuse_gradients(conv_states)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -128,8 +142,9 @@ class SteppedCache(Cache):
         return super().get_recurrent_state(layer_idx, state_idx)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """As transformers has it; see `begin_recurrence`."""
+        """As transformers has it; see `begin_recurrence`. Raises InputError for a state that carries gradients."""
         self.begin_recurrence(layer_idx)
+        self._refuse_gradients(recurrent_states)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def update(
@@ -192,8 +207,9 @@ class SteppedCache(Cache):
         self._unreached |= unreached
 
     def passed(self, layer: object) -> None:
-        """The step is through with a layer; after the last one, and what is watched behind it, it is done."""
-        if layer is self._last_layer and self.watch.surprisal is None:
+        """The step is through with a layer; after the last one, and what comes behind it, it is done. A graph that is
+        compiled has no hooks that could tell."""
+        if layer is self._last_layer and (not self.ends_behind or torch.compiler.is_compiling()):
             self.step = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -225,6 +241,21 @@ class SteppedCache(Cache):
         """Forget everything."""
         super().reset()
         self.step, self._awaited, self._unreached = None, None, False
+
+
+def watch_the_end(model: PreTrainedModel, cache: CompressedCache) -> None:
+    """Where layers that recur come after the last one that attends, let a step end with the decoder."""
+    kinds = [isinstance(layer, CacheLayerMixin) for layer in cache.layers]
+    last = max(index for index, attends in enumerate(kinds) if attends)
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers[last + 1 :]):
+        owner: weakref.ref[CompressedCache] = weakref.ref(cache)
+
+        def end(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if (stepping := called_with(owner, kwargs)) is not None:
+                stepping.step = None
+
+        cache.ends_behind = True
+        weakref.finalize(cache, decoder_of(model).register_forward_hook(Hook(end), with_kwargs=True).remove)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvframe
 from kvframe.errors import InputError, ModelError
+from kvframe.hf.finding import blocks_of
 from kvframe.types import storage_bytes
 
 SMALL = {"protect.recent": 5, "protect.sink": 2}
@@ -263,3 +264,26 @@ def test_nothing_stays_on_the_model(name):
     del cache
     gc.collect()
     assert hooks() == before
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_call_that_breaks_off_moves_no_state(name):
+    """Refused in the first layers, or interrupted before the last that keeps anything: it can be made again."""
+    model, inputs, tokens = hybrid_model(name), batch([41, 28]), some_tokens(2, 3)
+    cache, other = prompted(model, TOP_K, inputs), prompted(model, TOP_K, inputs)
+    last = max(index for index, dummy in enumerate(cache.is_dummy) if not dummy)
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    for column in range(tokens.shape[1]):
+        token, seen = tokens[:, column : column + 1], inputs["attention_mask"].sum(1, keepdim=True) + column
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, column + 1), value=1)
+        call = {"input_ids": token, "attention_mask": mask, "position_ids": seen}
+        with torch.enable_grad(), pytest.raises(InputError, match=r"torch.no_grad"):
+            model(**call, cache=cache)
+        handle = blocks_of(model)[last].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**call, cache=cache)
+        handle.remove()
+        assert torch.equal(model(**call, cache=cache).logits, model(**call, cache=other).logits)
