@@ -118,7 +118,8 @@ def kvframe_attention(
         )
     mask = None if attention_mask is None else attention_mask[..., -key.shape[2] :]
     weights = None
-    if layer.parts:
+    # Where all was dropped there are no parts, but exact columns of some rows are gone, which the model does not know.
+    if layer.parts or layer.cache.ledger.compressions:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         bias = layer.recent_bias(query.shape[2], mask)
         exact = dense_attention(query, key, value, scale, bias, softcap)

@@ -24,7 +24,7 @@ def check_weights(cache: CompressedCache, length: int, passed_on: Mapping[str, A
     flushes = spec.prefill.flush is not None or spec.decode.flush is not None
     answers = cache.pending and (length == 1 or cache.drafting)
     compresses = cache.compressed_layers[0].seen > 0 and (flushes or answers)
-    if compresses or any(each.parts for each in cache.compressed_layers):
+    if compresses or cache.ledger.compressions:
         raise InputError(
             "Attention weights (output_attentions) cannot be had over a compressed cache, whose entries may stand for "
             "several tokens or none; call the model without output_attentions, or with it for the prompt alone."

@@ -215,3 +215,25 @@ def test_what_learns_from_a_prompt_waits_for_one_that_is_kept(spec, model, tmp_p
         held.append((entries(each), each.report().bytes, each.report().notes))
     assert held[0] == held[1]
     assert held[0][0][0] > 4 * 36
+
+
+def test_rows_of_which_nothing_but_the_window_is_left_are_as_alone(model):
+    """Without sinks, and with windows that take the whole budget, there is nothing compressed to attend, but columns of
+    shorter rows are gone all the same."""
+    pipeline = kvframe.load("snapkv", {"protect.sink": 0, "protect.recent_min": 4, "budget.ratio": 8})
+    lengths, found = (80, 40, 12), {}
+    words, valid = prompts(lengths)
+    for rows in ([0, 1, 2], [0], [1], [2]):
+        begin = int((valid[rows].sum(0) == 0).sum())  # no padding for a row alone
+        ids, mask = words[rows][:, begin:], valid[rows][:, begin:]
+        cache, logits = pipeline.cache(model), []
+        model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), cache=cache)
+        for token in range(3):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            step = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+            logits.append(model(torch.full((len(rows), 1), 7 + token), cache=cache, **step).logits[:, -1])
+        assert rows != [0] or not cache.compressed_layers[0].parts
+        found[tuple(rows)] = torch.stack(logits, 1)
+    for row in range(3):
+        whole, alone = found[0, 1, 2][row], found[(row,)][0]
+        assert float((whole - alone).abs().max()) <= 2 * logits_tolerance(alone, LAYERS, 96, 80)
