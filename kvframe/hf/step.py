@@ -214,7 +214,8 @@ class SteppedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included: the logical length."""
-        if layer_idx == 0:  # asked before a step; within one, layers ask for themselves
+        # Asked before a step, of the first layer of some kind; within one, layers ask for themselves.
+        if layer_idx == 0 or (self.step is not None and layer_idx <= self.step.layer):
             self._find_broken()
         return super().get_seq_length(layer_idx)
 

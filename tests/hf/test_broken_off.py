@@ -14,6 +14,7 @@ from tiny import batch, tiny_model
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import kvframe
 from kvframe.builtin.allocators import TopK
 from kvframe.builtin.kernels import Auto
 from kvframe.errors import BudgetError, InputError, ModelError, StageError
@@ -246,3 +247,19 @@ def test_a_call_that_breaks_off_leaves_the_cache_as_it_was(refusal, phase, name)
         logits = [model(**tokens, cache=each).logits for each in (cache, other)]
         assert torch.equal(*logits)
         assert report(cache) == report(other)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_call_with_positions_can_be_made_again_where_the_first_layer_slides(padded):
+    """Nothing asks the cache anything in between: the model itself must find it settled."""
+    model = tiny_model("gemma3")
+    cache, other = (kvframe.load("identity").cache(model) for _ in range(2))
+    call = batch([60, 33] if padded else [60])
+    call["position_ids"] = (call["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    if not padded:
+        for each in (cache, other):
+            model(**call, cache=each)
+        call = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]]), "position_ids": torch.arange(60, 65)[None]}
+    with hooked(model.model.layers[-1:], raising(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
+        model(**call, cache=cache)
+    assert torch.equal(model(**call, cache=cache).logits, model(**call, cache=other).logits)
